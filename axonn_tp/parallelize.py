@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from axonn_tp.comm.float32_accumulation import accumulate_as
 from axonn_tp.comm.overlap import Gathers
 from axonn_tp.comm.own_calls import know, take_over
 from axonn_tp.comm.replicated import agree_on_bits
+from axonn_tp.comm.same_on_replicas import SameOnReplicas
 from axonn_tp.comm.unplanned_gradients import sum_unnamed
 from axonn_tp.compiled import hooks
 from axonn_tp.compiled import layers as compiled
@@ -125,7 +126,7 @@ def parallelize(
     if options.compile:
         _count_forwards(model, gathers)
     else:
-        _watch_forward(model, tuner)
+        _watch_forward(model, mesh, tuner)
     accumulate_as(model, options)
     measure_on_mesh(model.parameters(), mesh)
     for module in model.modules():
@@ -153,8 +154,8 @@ _AS_THEY_ARE = SimpleNamespace(
 class _Forward:
     """The state that a model's hooks share; a copy of the model has its own."""
 
-    def __init__(self, model: nn.Module, tuner: Tuner | None) -> None:
-        self.tuner, self.uses = tuner, SharedUses()
+    def __init__(self, model: nn.Module, mesh: Mesh, tuner: Tuner | None) -> None:
+        self.tuner, self.uses, self.same = tuner, SharedUses(), SameOnReplicas(mesh)
         split = [module for module in model.modules() if isinstance(module, Split)]
         self.layers: dict[Gathers, list[SplitWeight]] = defaultdict(list)
         for module in split:
@@ -162,17 +163,18 @@ class _Forward:
                 self.layers[module.gathers].append(module)
 
 
-def _watch_forward(model: nn.Module, tuner: Tuner | None) -> None:
+def _watch_forward(model: nn.Module, mesh: Mesh, tuner: Tuner | None) -> None:
     """While the model's forward runs, code that reads a split layer's weight finds it whole."""
     known = hasattr(model, "axonn_forward")
-    model.axonn_forward = _Forward(model, tuner)  # type: ignore[assignment]
+    model.axonn_forward = _Forward(model, mesh, tuner)  # type: ignore[assignment]
     if not known:
-        model.register_forward_pre_hook(_enter_forward, prepend=True)
+        model.register_forward_pre_hook(_enter_forward, prepend=True, with_kwargs=True)
         model.register_forward_hook(_leave_forward, always_call=True)
 
 
-def _enter_forward(model: nn.Module, inputs: tuple) -> None:
+def _enter_forward(model: nn.Module, inputs: tuple, keywords: dict[str, Any]) -> None:
     forward: _Forward = model.axonn_forward  # type: ignore[assignment]
+    _refuse_transforms(forward.layers)
     if forward.layers and compiler_runs():
         tell_uncompiled()
     for gathers in forward.layers:
@@ -184,7 +186,22 @@ def _enter_forward(model: nn.Module, inputs: tuple) -> None:
         if all(isinstance(layer, SplitWeight) for layer in layers):
             gathers.begin(layers)
     if model.training and torch.is_grad_enabled():
+        forward.same.begin((inputs, keywords))
         forward.uses.begin()
+
+
+def _refuse_transforms(layers: Iterable[Gathers]) -> None:
+    """Refuse torch.func's transforms, which no collective knows.
+
+    Raises:
+        ValueError: one is under way.
+    """
+    stack = torch._C._functorch.peek_interpreter_stack()
+    if stack is not None and any(gathers.mesh.size("model") * gathers.mesh.size("z") > 1 for gathers in layers):
+        raise ValueError(
+            f"torch.func ({stack.key().name.lower()}) transforms a model that is split over ranks, whose layers communicate, which it cannot; use "
+            "torch.autograd.grad, with create_graph=True for gradients of gradients, and for each sample a pass of its own"
+        )
 
 
 def _leave_forward(model: nn.Module, inputs: tuple, output: object) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from axonn_plugins.optim.gradients import clip_factor, flat_gradient, norm_in_parts
-from axonn_plugins.optim.lending import TiledStep, along, parts_of, share_options
-from axonn_plugins.optim.probe import StepMemory, examine, make_optimizer
+from axonn_plugins.optim.lending import TiledStep, parts_of, share_options
 from axonn_plugins.optim.tiles import Buffers, ParameterCut, update
+from axonn_tp.comm.optimizer_trial import StepMemory, along, examine, make_optimizer
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 TILE = 1_800_000

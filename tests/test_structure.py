@@ -83,6 +83,15 @@ def test_the_ground_imports_no_host() -> None:
             assert not wrong, f"{name} imports {wrong}"
 
 
+def test_the_ground_floor_stands_on_nothing() -> None:
+    for name, file in MODULES.items():
+        if name.split(".")[0] == "axonn_tp":
+            above = [
+                other for other in imports(file, deferred=True) if other.split(".")[0] in {*FOLDERS} - {"axonn_tp"}
+            ]
+            assert not above, f"{name} imports {above}"
+
+
 def test_files_are_read_in_one_sitting() -> None:
     for file in MODULES.values():
         length, name = len(file.read_text().splitlines()), str(file.relative_to(ROOT))

@@ -1,6 +1,7 @@
 """Norms that a script takes by torch's `clip_grad_norm_` and `get_total_norm` of a split model: those of the whole one.
 
-Of its own each rank would take the norm of its shards, and scale replicas by another number than the others.
+Of its own each rank would take the norm of its shards, and scale replicas by another number than the others. Torch's functions are replaced here alone;
+whoever keeps gradients elsewhere than in ``grad`` is asked before these are clipped (`clip_by`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ from axonn_tp.grid.mesh import Mesh
 
 Norm = Callable[[list[Tensor], list[Any], Any, float], Tensor]
 """The norm of tensors, such as gradients, with the parameters that they lie as, over the ranks that their owner knows, of a type."""
+Clipper = Callable[[list[Tensor], float, "Tensor | None", float], bool]
+"""Clips gradients of parameters, where it has them, at a number: their norm as torch has found it, of a type; or, without one, each element. True: done."""
+_clippers: list[Clipper] = []
+_kind = 2.0
+"""The type of the norm that is under way."""
 _owners: Any = WeakTensorKeyDictionary()
 """For each parameter of split models the mesh, or what knows the ranks in its place, and how it takes a norm."""
 _taken: list[bool] = []
@@ -43,9 +49,14 @@ def measure_whole(parameters: Iterable[Tensor], owner: Any, norm: Norm) -> None:
     """
     for parameter in parameters:
         _owners[parameter] = owner, norm
-    if not _taken:
-        _taken.append(True)
-        _take_over()
+    _take_over()
+
+
+def clip_by(clipper: Clipper) -> None:
+    """Have this asked before torch clips gradients; harmless when called again."""
+    if clipper not in _clippers:
+        _clippers.append(clipper)
+    _take_over()
 
 
 def measure_alike(parameter: Tensor, copy: Tensor) -> None:
@@ -54,15 +65,52 @@ def measure_alike(parameter: Tensor, copy: Tensor) -> None:
         _owners[copy] = _owners[parameter]
 
 
+def owner_of(parameter: Tensor) -> Any:
+    """The mesh that a split model's parameter lies on, or what knows its ranks in its place; None where it is of no such model."""
+    return _owners.get(parameter, (None,))[0]
+
+
 def _take_over() -> None:
-    original: Any = clip_grad._get_total_norm
-    free = original.__code__.co_freevars
-    if "func" in free:
-        # What torch's function calls, so that a script's import of it may come before.
-        cell = original.__closure__[free.index("func")]
-        cell.cell_contents = _of_owners(cell.cell_contents)
-    else:
-        clip_grad._get_total_norm = torch.nn.utils.get_total_norm = _of_owners(original)
+    if _taken:
+        return
+    _taken.append(True)
+    replaced = {"_get_total_norm": _of_owners, "_clip_grads_with_norm_": _asking, "clip_grad_value_": _asking_of_values}
+    for name, replace in replaced.items():
+        original: Any = getattr(clip_grad, name)
+        free = original.__code__.co_freevars
+        if "func" in free:
+            # What torch's function calls, so that a script's import of it may come before.
+            cell = original.__closure__[free.index("func")]
+            cell.cell_contents = replace(cell.cell_contents)
+        else:
+            for home, named in ((clip_grad, name), (torch.nn.utils, name.lstrip("_"))):
+                setattr(home, named, replace(original))
+
+
+def _done(parameters: list[Tensor], most: float, norm: Tensor | None) -> bool:
+    return any(clipper(parameters, most, norm, _kind) for clipper in _clippers)
+
+
+def _asking(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def clip_grads_with_norm_(
+        parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None
+    ) -> None:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not _done(given, float(max_norm), total_norm):
+            original(given, max_norm, total_norm, foreach)
+
+    return clip_grads_with_norm_
+
+
+def _asking_of_values(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not _done(given, float(clip_value), None):
+            original(given, clip_value, foreach)
+
+    return clip_grad_value_
 
 
 def _of_owners(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -71,6 +119,8 @@ def _of_owners(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
         """Torch's own, over ranks where tensors are a split model's parameters or their gradients."""
+        global _kind
+        _kind = float(norm_type)
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         lies_as = {id(parameter): parameter for parameter in _owners}
         lies_as |= {id(p.grad): p for p in _owners if p.grad is not None}

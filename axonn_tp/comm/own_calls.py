@@ -8,6 +8,7 @@ writes would have its shards and no others'. From the first `axonn_tp.paralleliz
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any
@@ -20,9 +21,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from axonn_tp.comm.clipping import measure_alike
+from axonn_tp.comm.clipping import measure_alike, owner_of
 from axonn_tp.comm.grad_scaler import GradScaler, agreed
 from axonn_tp.comm.meeting import meet
+from axonn_tp.comm.optimizer_trial import looks_at_whole_matrices
 from axonn_tp.grid.layout import layout_of
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.exports import in_shards, whole_tensor
@@ -35,6 +37,11 @@ _DRAWN = (
     *("orthogonal_", "eye_", "dirac_", "sparse_"),
 )
 """Functions that torch.nn.init's call, so that a script's import of these may come before, and some of these themselves."""
+_FSDP = (
+    ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam", "fully_shard"),
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "FullyShardedDataParallel"),
+)
+_refusing_kinds: list[type] = []
 _SAVE = "axonn_tp.checkpoint.save writes each rank's part"
 
 
@@ -62,6 +69,16 @@ def know_copies(originals: Mapping[str, Any], copies: Mapping[str, Any]) -> None
 
 def take_over() -> None:
     """Have torch's scaler, optimizers and initialisers know split parameters; harmless when called again."""
+    for where, name, called in _FSDP:  # as far as a script has imported them
+        kind = getattr(sys.modules.get(where), name, None)
+        if kind is not None and kind not in _refusing_kinds:
+            _refusing_kinds.append(kind)
+            kind.__init__ = _refusing(
+                kind.__init__,
+                called,
+                "share one rank's shards out among all",
+                "z is its counterpart: give gz, and leave it out",
+            )
     if _taken:
         return
     _taken.append(True)
@@ -69,7 +86,12 @@ def take_over() -> None:
     register_optimizer_step_pre_hook(_before_step)  # type: ignore[arg-type]
     for name in _DRAWN:
         setattr(torch.nn.init, name, _of_whole(getattr(torch.nn.init, name)))
-    DistributedDataParallel.__init__ = _refusing(DistributedDataParallel.__init__)  # type: ignore[method-assign]
+    DistributedDataParallel.__init__ = _refusing(  # type: ignore[method-assign]
+        DistributedDataParallel.__init__,
+        "DistributedDataParallel",
+        "send one rank's shards to all and take the mean of gradients of different shards",
+        "call axonn_tp.sync_gradients after backward, or GradientReducer, in its place",
+    )
 
 
 def _mesh_of(parameters: Iterable[Any]) -> Mesh | None:
@@ -95,14 +117,11 @@ def _of_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     return initialise
 
 
-def _refusing(original: Callable[..., None]) -> Callable[..., None]:
+def _refusing(original: Callable[..., None], name: str, would: str, remedy: str) -> Callable[..., None]:
     @wraps(original)
-    def __init__(self: Any, module: nn.Module, *args: Any, **keywords: Any) -> None:  # noqa: N807
-        if _mesh_of(module.parameters()) is not None:
-            raise ValueError(
-                "DistributedDataParallel was given a model that is split already, and would send one rank's shards to all and take the mean of gradients "
-                "of different shards; call axonn_tp.sync_gradients after backward, or GradientReducer, in its place"
-            )
+    def __init__(self: Any, module: nn.Module | nn.Parameter, *args: Any, **keywords: Any) -> None:  # noqa: N807
+        if _mesh_of(module.parameters() if isinstance(module, nn.Module) else [module]) is not None:
+            raise ValueError(f"{name} was given a model that is split already, and would {would}; {remedy}")
         original(self, module, *args, **keywords)
 
     return __init__
@@ -124,8 +143,10 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """An optimizer steps; the first time with split parameters it is looked at, and its state dicts are whole from then on.
 
     Raises:
-        ValueError: what it does to one weight depends on others of its matrix.
+        ValueError: what it does to one weight depends on others of its matrix, or gradients are not summed.
     """
+    if torch._C._current_graph_task_id() != -1:
+        _refuse_in_backward(optimizer)
     if optimizer in _known or any(
         kind.__module__.startswith(("axonn_plugins.", "samo.", "ted_moe.")) for kind in type(optimizer).__mro__
     ):
@@ -134,9 +155,11 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     mesh = _mesh_of(parameters)
     if mesh is None:
         return
-    # The trial stands on this package.
-    from axonn_plugins.optim.probe import looks_at_whole_matrices
-
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        raise ValueError(
+            "ZeroRedundancyOptimizer sends each parameter from one rank to all, and those of a split model are shards, others on each rank; use the optimizer "
+            "itself, or axonn_plugins.hosts.plain.compose with stage = 1"
+        )
     if looks_at_whole_matrices(optimizer):
         raise ValueError(
             f"the optimizer {type(optimizer).__name__} looks at whole weight matrices, of which a rank has shards, and would step each rank's in another "
@@ -148,6 +171,21 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         held.update(_own(held, parameter, sure=False))
     optimizer.register_state_dict_post_hook(_give_whole)
     optimizer.register_load_state_dict_pre_hook(_take_own)
+
+
+def _refuse_in_backward(optimizer: Optimizer) -> None:
+    """Refuse steps by gradients of this rank's samples alone.
+
+    Raises:
+        ValueError: ranks read different samples.
+    """
+    for parameter in _parameters(optimizer):
+        mesh = owner_of(parameter)
+        if isinstance(mesh, Mesh) and (mesh.grid.batch > 1 or layout_of(parameter).partial):
+            raise ValueError(
+                f"{type(optimizer).__name__} steps while backward runs, as in register_post_accumulate_grad_hook, by gradients that are not summed over the "
+                "ranks that read other samples; step behind axonn_tp.sync_gradients, or GradientReducer.finish()"
+            )
 
 
 def _own(values: Mapping[str, Any], parameter: Tensor, sure: bool) -> dict[str, Any]:

@@ -11,14 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from axonn_tp.comm.collectives import Pending, start_all_reduce_
-from axonn_tp.comm.gradients import Over, buckets, drop_absent, gradient_dtype, mark_absent, summed_over
+from axonn_tp.comm.gradients import Over, buckets, drop_absent, gradient_dtype, mark_absent, sum_gradients, summed_over
 from axonn_tp.comm.replicated import send_first
 from axonn_tp.comm.stalls import step_ends
 from axonn_tp.grid.mesh import Mesh
@@ -79,7 +82,9 @@ class GradientReducer:
         if bucket_bytes is not None and bucket_bytes < 1:
             raise ValueError(f"bucket_bytes = {bucket_bytes} is less than 1; give bytes, or None to have them chosen")
         self.mesh, self._divisor = mesh, mesh.grid.batch if average else 1
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad][::-1]
+        given = list(parameters)[::-1]
+        self._parameters = [parameter for parameter in given if parameter.requires_grad]
+        self._frozen = [parameter for parameter in given if not parameter.requires_grad]
         total = sum(p.numel() * gradient_dtype(p).itemsize for p in self._parameters)
         self._size = bucket_bytes or min(_MOST_BYTES, max(_LEAST_BYTES, math.ceil(total / _CALLS)))
         # Ranks that lack a gradient begin its sum behind the others', in another place among the sums over z.
@@ -87,10 +92,18 @@ class GradientReducer:
         self._syncing = True
         self._summed: set[nn.Parameter] = set()
         self._order: list[nn.Parameter] | None = []
+        self._nodes: list[Any] = []
         self._fill(self._parameters)
-        for parameter in self._parameters:
-            parameter.register_hook(lambda grad, p=parameter: self._before(p))
-            parameter.register_post_accumulate_grad_hook(self._after)
+        self._look_at(self._parameters)
+
+    def _look_at(self, parameters: Iterable[nn.Parameter]) -> None:
+        mine = ref(self)  # a node keeps its parameter, and nobody would see that circle
+        for parameter in parameters:
+            # What adds to .grad, which `torch.autograd.grad` passes by; torch keeps it no longer than somebody else does.
+            node = get_gradient_edge(parameter).node
+            node.register_prehook(partial(_before, mine, ref(parameter)))
+            self._nodes.append(node)
+            parameter.register_post_accumulate_grad_hook(partial(_after, mine))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -125,6 +138,7 @@ class GradientReducer:
         send_first(((p, p.grad) for p in self._parameters if p.grad is not None), self.mesh)
         if self._order is not None:
             self._refill()
+        self._take_up_late()
 
     def _fill(self, order: list[nn.Parameter]) -> None:
         """Make the buckets."""
@@ -147,6 +161,20 @@ class GradientReducer:
             dist.broadcast(order, src=0)
         self._order = None
         self._fill([self._parameters[number] for number in order.tolist()])
+
+    def _take_up_late(self) -> None:
+        """Sum what was frozen when this was made, and is trained now; from now on with all others."""
+        late = [parameter for parameter in self._frozen if parameter.requires_grad]
+        if not late:
+            return
+        sum_gradients(late, partial(summed_over, mesh=self.mesh), self._divisor)
+        send_first(((p, p.grad) for p in late if p.grad is not None), self.mesh)
+        self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
+        self._summed.update(late)
+        self._look_at(late)
+        known = [parameter for bucket in self._buckets for parameter in bucket.parameters]
+        self._parameters += late
+        self._fill([*known, *late])
 
     def _before(self, parameter: nn.Parameter) -> None:
         """A gradient comes.
@@ -211,6 +239,16 @@ class GradientReducer:
         elif parameter.grad.data_ptr() != view.data_ptr():
             view.copy_(parameter.grad)
         parameter.grad = view
+
+
+def _before(reducer: Any, parameter: Any, gradients: Any) -> None:
+    if (held := reducer()) is not None:
+        held._before(parameter())
+
+
+def _after(reducer: Any, parameter: nn.Parameter) -> None:
+    if (held := reducer()) is not None:
+        held._after(parameter)
 
 
 def _present(bucket: _Bucket) -> Tensor:

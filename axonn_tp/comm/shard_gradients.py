@@ -48,10 +48,10 @@ class Watch:
         _watches[leaf] = self
 
     def end(self) -> None:
-        """Look no longer."""
+        """Look no longer; harmless when called again."""
         self._hook.remove()
         leaf = self._leaf()
-        if leaf is not None:
+        if leaf is not None and _watches.get(leaf) is self:
             del _watches[leaf]
 
     def give(self, grad: Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from axonn_tp.comm.shard_gradients import OwnRead, Watch, is_sum, watched
+from axonn_tp.comm.unplanned_gradients import GRADIENTS_OF_GRADIENTS
 
 
 class _Partial(Watch):
@@ -24,6 +25,8 @@ class _Partial(Watch):
         super().__init__(parameter)
 
     def _came(self, grad: Tensor) -> Tensor | None:
+        if torch.is_grad_enabled():
+            raise ValueError(GRADIENTS_OF_GRADIENTS)
         given = self._taken()
         if given is None or (len(given) == 1 and given[0] is grad):
             return None
@@ -50,15 +53,19 @@ class _OnShares(Watch):
             raise ValueError(self._said)
 
 
-def refuse_other_uses(parameter: nn.Parameter, said: str) -> None:
+def refuse_other_uses(parameter: nn.Parameter, said: str) -> list[Watch]:
     """End the next backward pass that brings a parameter gradients from elsewhere beside those of its uses on shares.
 
     Args:
         parameter: used by `axonn_tp.comm.shard_gradients.OwnRead` where it meets shares.
         said: the sentence.
+
+    Returns:
+        What looks, where nothing looks at the parameter yet.
     """
     if parameter.requires_grad and parameter.is_leaf and not watched(parameter):
-        _OnShares(parameter, said)
+        return [_OnShares(parameter, said)]
+    return []
 
 
 def read_on_share(parameter: Tensor, ranks: int) -> Tensor:

@@ -17,6 +17,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from axonn_tp.comm.collectives import all_gather, all_reduce
 from axonn_tp.grid.mesh import Mesh
 
+GRADIENTS_OF_GRADIENTS = (
+    "gradients were asked for with create_graph=True of parameters that layers use on a rank's share of an activation, and what is made of such a gradient "
+    "cannot be told to be that of a share or of the whole; leave the pair that uses them out of the plan (for a stream: layout = 'replicated'), or take "
+    "gradients of gradients of the model's inputs alone"
+)
 _BINS = 64
 _CHUNK = 2**20
 
@@ -69,6 +74,8 @@ class _Sum:
             self.axes = self._find(grad)
         if not self.axes:
             return grad
+        if torch.is_grad_enabled():
+            raise ValueError(GRADIENTS_OF_GRADIENTS)
         return all_reduce(grad, self.mesh, "model" if len(self.axes) == 2 else self.axes[0])
 
     @torch.no_grad()

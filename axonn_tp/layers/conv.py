@@ -30,7 +30,7 @@ def is_conv(module: nn.Module) -> bool:
     """A convolution of torch's own whose channels all see each other, and whose weight is its own parameter."""
     if not isinstance(module, _ConvNd) or type(module).forward.__module__ != "torch.nn.modules.conv":
         return False
-    return module.groups == 1 and "weight" in module._parameters
+    return module.groups == 1 and module._parameters.keys() >= {"weight", "bias"}
 
 
 def check_conv(module: _ConvNd, split: LinearSplit, grid: Grid, name: str) -> None:

@@ -56,7 +56,7 @@ def _states(device: torch.device) -> list[Tensor]:
 
 def drawing(function: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """True if a function of torch's draws random numbers when it is called so."""
-    if function not in _DRAWING:
+    if function not in DRAWING:
         return False
     if function in ATTENTION:
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
@@ -76,7 +76,7 @@ DROPOUTS = {
     *_named("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "alpha_dropout_"),
     *_named("feature_dropout", "feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout"),
 }
-_DRAWING = (
+DRAWING = (
     ATTENTION
     | DROPOUTS
     | _named(

@@ -8,26 +8,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from axonn_tp.comm.overlap import in_backward
+from axonn_tp.comm.shard_gradients import Watch
 from axonn_tp.comm.share_gradients import refuse_other_uses
 from axonn_tp.comm.unplanned_gradients import used_on_shares
 from axonn_tp.layers.activation import UsesOnShares, uses_on_shares
 
 
+class _Open:
+    """A pass whose backward has not begun, for as long as its outputs live."""
+
+
 class SharedUses:
-    """Looks at training passes of a model that was split, fewer and fewer: a penalty may come into the loss later than in the first."""
+    """Looks at training passes of a model that was split, fewer and fewer: a penalty may come into the loss later than in the first.
+
+    Passes whose backward may be one (of a pair of images, of real and forged ones) are looked at all together, or none of them.
+    """
 
     def __init__(self) -> None:
         self._uses: UsesOnShares | None = None
-        self._passes = 0
+        self._watches: list[Watch] = []
+        self._open: WeakSet[_Open] = WeakSet()
+        self._rounds = 0
+
+    def __deepcopy__(self, memo: dict) -> SharedUses:
+        """A copied model's passes are its own."""
+        return SharedUses()
 
     def begin(self) -> None:
         """A forward begins that will be differentiated."""
-        self._passes += 1
-        if not self._passes & (self._passes - 1):
+        if not self._open:
+            for watch in self._watches:
+                watch.end()
+            self._watches.clear()
+            self._rounds += 1
+        if not self._rounds & (self._rounds - 1):
             self._uses = UsesOnShares()
             uses_on_shares.append(self._uses)
 
@@ -38,6 +59,8 @@ class SharedUses:
             ValueError: the outputs are made of a parameter in both ways; the same on all ranks of x and y.
         """
         uses, self._uses = self._uses, None
+        if torch.is_grad_enabled():
+            self._note_open(outputs)
         if uses is None:
             return
         uses_on_shares[:] = [one for one in uses_on_shares if one is not uses]
@@ -48,7 +71,14 @@ class SharedUses:
             raise ValueError(_twice(name))
         for name, named in model.named_parameters():
             if id(named) in uses.parameters and not hasattr(named, "axonn_layout"):
-                refuse_other_uses(named, _twice(name))
+                self._watches += refuse_other_uses(named, _twice(name))
+
+    def _note_open(self, outputs: Any) -> None:
+        now = _Open()
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None and not in_backward():
+                self._open.add(now)
+                tensor.register_hook(lambda gradient, now=now: self._open.discard(now))
 
 
 def _twice(name: str) -> str:

@@ -15,6 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves, tree_map
+
+from axonn_tp.layers.dropout import DRAWING
 
 REMEDY = (
     'give the embedding that starts the stream "whole_tokens": true in the plan, or use layout = "replicated", so that every rank of x '
@@ -96,11 +100,66 @@ def followed(
         tokens: of the activations that it was given.
     """
     if tokens is not None and tokens.ranks > 1:
+        if tokens.crossed or function in _EACH:
+            return tokens
         rule = _RULES.get(function)
-        return tokens if rule is None or tokens.crossed else rule(function, args, kwargs, given, tokens)
+        if rule is not None:
+            return rule(function, args, kwargs, given, tokens)
+        return tokens if _each_by_itself(function, args, kwargs, given, made, tokens) else _crossed(function, tokens)
     if function in _RESHAPES and given.dim() > 2:
         return _flattened(given, made)
     return tokens if made.dim() == given.dim() == 2 and made.shape[0] == given.shape[0] else None
+
+
+_found: dict[tuple, bool] = {}
+
+
+def _each_by_itself(
+    function: Any, args: tuple, kwargs: dict[str, Any], given: Tensor, made: Tensor, tokens: Tokens
+) -> bool:
+    """True if a function without a rule makes of each token what it would make of it alone: tried once, with another first token."""
+    name = getattr(function, "__name__", "")
+    size = given.shape[tokens.dim] if given.dim() >= -tokens.dim else 0
+    in_place = made is given or (name.endswith("_") and (name.startswith("__i") or not name.endswith("__")))
+    repeats = not in_place and function not in DRAWING and "empty" not in name and kwargs.get("out") is None
+    if not repeats or size < 2 or not given.is_floating_point():
+        return True
+    rest = tree_map(lambda one: None if one is given else _described(one), (args, kwargs))
+    key = (function, given.dim(), tokens.dim, made.dim(), repr(rest))
+    if key not in _found:
+        other = given.detach().clone()
+        other.select(tokens.dim, 0).mul_(-2).add_(1)
+        # What is neither an activation nor trained may be changed by the function, as statistics are.
+        again = tree_map(
+            lambda one: other if one is given else one.clone() if type(one) is Tensor and one.is_leaf else one,
+            (args, kwargs),
+        )
+        state = torch.get_rng_state()
+        with torch.no_grad():
+            results = [one for one in tree_leaves(function(*again[0], **again[1])) if isinstance(one, Tensor)]
+        torch.set_rng_state(state)
+        _found[key] = any(
+            _same_but_first(made, one, dim)
+            for one in results
+            if one.shape == made.shape
+            for dim in range(made.dim())
+            if made.shape[dim] == size
+        )
+    return _found[key]
+
+
+def _same_but_first(one: Tensor, other: Tensor, dim: int) -> bool:
+    one, other = (tensor.detach().narrow(dim, 1, tensor.shape[dim] - 1) for tensor in (one, other))
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    return torch.allclose(one, other, rtol=1e-3, atol=1e-6, equal_nan=True)
+
+
+def _described(argument: Any) -> Any:
+    """An argument of which only the form decides if a function looks across tokens."""
+    if not isinstance(argument, Tensor):
+        return argument
+    return tuple(argument.shape) if type(argument) is Parameter else argument.dim()
 
 
 def _flattened(given: Tensor, made: Tensor) -> Tokens | None:
@@ -172,9 +231,19 @@ def _both(*names: str) -> list[Any]:
 
 
 _RESHAPES = {*_both("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "reshape_as", "view_as")}
+_EACH = {
+    *_both("add", "sub", "mul", "div", "neg", "pow", "square", "sqrt", "rsqrt", "exp", "log", "abs", "clamp"),
+    *_both("relu", "gelu", "silu", "tanh", "sigmoid", "where", "masked_fill", "to", "type_as", "float", "double"),
+    *_both("half", "bfloat16", "clone", "detach", "contiguous", "__add__", "__radd__", "__sub__", "__rsub__"),
+    *_both("__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__", "__pow__"),
+}
+"""Frequent functions that make of each token what they make of it alone, which need no trial."""
 _TRANSPOSED: tuple[Any, ...] = (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH)
 _RULES: dict[Any, Callable[..., Tokens]] = {
     **dict.fromkeys(_RESHAPES, _reshaped),
+    **dict.fromkeys(
+        (*_both("tril", "triu"), F.multi_head_attention_forward), lambda function, *rest: _crossed(function, rest[-1])
+    ),
     **dict.fromkeys(_both("transpose", "swapaxes", "swapdims", "t", "movedim", "moveaxis", "permute"), _moved),
     **dict.fromkeys((transposed.__get__ for transposed in _TRANSPOSED), _moved),
     Tensor.__getitem__: _indexed,

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping, Set
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import is_parametrized
 
 from axonn_tp.grid.mesh import Grid
 from axonn_tp.layers.conv import check_conv, is_conv
@@ -42,7 +44,7 @@ _CLASSES: dict[str, tuple[type[nn.Module], ...]] = {
 
 def _is_linear(module: nn.Module) -> bool:
     """A linear whose weight is its own parameter and whose forward is torch's, so that replacing it changes nothing."""
-    return features(module) is not None and "weight" in module._parameters
+    return features(module) is not None and module._parameters.keys() >= {"weight", "bias"}
 
 
 def kept_whole(model: nn.Module) -> set[int]:
@@ -141,6 +143,11 @@ def place(model: nn.Module, grid: Grid, plan: Plan | None = None, options: Optio
     Raises:
         ValueError: names the layer or the pattern, what is wrong and what to do.
     """
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(
+            "parameters are DTensors already, as fully_shard and parallelize_module make them, and cannot be split again; leave those out: z is the "
+            "counterpart of the first, x of the second"
+        )
     refuse_adapters(model, grid)
     refuse_tables(model, grid)
     named, options = _named_plan(model, plan or {}), options or Options()
@@ -165,6 +172,11 @@ def place(model: nn.Module, grid: Grid, plan: Plan | None = None, options: Optio
             layer = LayerPlan("self_contained")
         if layer.kind == "replicated":
             continue
+        if is_parametrized(module):
+            raise ValueError(
+                f"layer {name}: its weight or bias is made of other parameters by torch.nn.utils.parametrize, and cannot be split; name the layer "
+                "replicated in the plan, or leave it out"
+            )
         if any(parameter.is_complex() for parameter in module.parameters(recurse=False)):
             raise ValueError(
                 f"layer {name}: complex weights are not split; name the layer replicated in the plan, or leave it out"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_, get_total_norm, parametrizations
 
 from axonn_tp import GradScaler, Mesh, grad_norm, parallelize, sync_gradients
+from axonn_tp.comm.collectives import all_gather
 from tests.distributed import run_ranks
 
 
@@ -143,6 +146,27 @@ def states() -> None:
             same(model.state_dict(), serial.state_dict())
 
 
+class Ahead(torch.optim.Optimizer):
+    """Lookahead, which steps by an optimizer that it holds."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.inner, self.steps = torch.optim.SGD(self.param_groups[0]["params"], 0.1), 0
+        self.slow = [parameter.detach().clone() for parameter in self.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        self.steps += 1
+        for parameter, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+            if self.steps % 2 == 0:
+                slow.lerp_(parameter.detach(), 0.5)
+                parameter.data.copy_(slow)
+
+
+class ZeroRedundancyOptimizer(torch.optim.SGD):
+    """In the place of torch's, whose import takes seconds."""
+
+
 class Bounded(torch.optim.SGD):
     """Steps by what a matrix's norm says, which its name does not tell."""
 
@@ -155,15 +179,33 @@ class Bounded(torch.optim.SGD):
 
 
 def refusals() -> None:
-    for mesh, _, model, x in pairs():
+    for mesh, serial, model, x in pairs():
+        train(serial, Ahead(serial.parameters()), x)
+        train(model, Ahead(model.parameters()), x, mesh)
+        same(model.state_dict(), serial.state_dict())
+        drawn = all_gather(torch.rand(1), mesh, "model")  # seeds differed
+        assert (drawn == drawn[0]).all()
+        backward(model, x, mesh)
+        with pytest.raises(ValueError, match="call the model with different inputs.*shard_batch"):
+            model(x + mesh.rank("model"))
+        with pytest.raises(ValueError, match=r"torch\.func \(jvp\) transforms a model"):
+            torch.func.jvp(model, (x,), (x,))
+        with pytest.raises(ValueError, match=r"torch\.func \(vmap\) transforms a model"):
+            torch.func.vmap(model)(x[None])
+        step = lambda parameter: torch.optim.SGD([parameter], 0.0).step()  # noqa: E731
+        hook = model.up.bias.register_post_accumulate_grad_hook(step)
+        with pytest.raises(ValueError, match="steps while backward runs") if mesh.grid.batch > 1 else nullcontext():
+            backward(model, x, mesh)
+        hook.remove()
         backward(model, x, mesh)
         matrices = [model.up.weight, model.down.weight]
         for optimizer in (
             torch.optim.LBFGS(model.parameters()),
             torch.optim.Adafactor(matrices),
             Bounded(matrices, 0.1),
+            ZeroRedundancyOptimizer(matrices, 0.1),
         ):
-            with pytest.raises(ValueError, match=f"the optimizer {type(optimizer).__name__} looks at whole"):
+            with pytest.raises(ValueError, match=f"{type(optimizer).__name__} (looks at whole|sends each parameter)"):
                 optimizer.step(lambda: 0.0)
         for draw in (nn.init.kaiming_normal_, nn.init.xavier_uniform_, nn.init.normal_, nn.init.orthogonal_):
             with pytest.raises(ValueError, match=r"torch\.nn\.init would draw this rank's shard"):
@@ -173,6 +215,8 @@ def refusals() -> None:
         model.norm.reset_parameters()
         with pytest.raises(ValueError, match="DistributedDataParallel was given a model that is split already"):
             nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(ValueError, match="fully_shard was given a model that is split already"):
+            fully_shard(model)
 
 
 def tied() -> None:

@@ -178,8 +178,26 @@ def special_steps() -> None:
         axonn_tp.sync_gradients(reference.parameters(), mesh)
         compare(model, reference, mesh.grid)
 
+    trained_later(mesh, rows)
     layers_that_one_rank_calls(mesh, rows)
     shards_that_losses_read(mesh, rows)
+
+
+def trained_later(mesh: Mesh, rows: torch.Tensor) -> None:
+    """What was frozen when the reducer was made is summed once it is trained; gradients that a script asks for itself change no sum."""
+    plan = {**dict.fromkeys(Gated.names, SPLIT), "up": LayerPlan("replicated")}
+    model, reference = (axonn_tp.parallelize(model_of(Gated), mesh, plan) for _ in "ab")
+    model.up.requires_grad_(False)
+    reducer = GradientReducer(model.parameters(), mesh)
+    for turn in range(4):
+        for each in (model, reference):
+            each.up.requires_grad_(turn > 0)
+            each.zero_grad()
+            each(rows).square().mean().backward()
+        reducer.finish()
+        axonn_tp.sync_gradients(reference.parameters(), mesh)
+        torch.autograd.grad(model(rows).mean(), [p for p in model.parameters() if p.requires_grad])
+        compare(model, reference, mesh.grid)
 
 
 class Chosen(Gated):

@@ -194,7 +194,25 @@ def _penalties() -> None:
             model(tokens)
 
 
+def _several_passes() -> None:
+    """One backward through several forwards, as of two views, step for step; and gradients of gradients, which no rank has alone."""
+    tokens, mesh = torch.arange(10).view(2, 5), Mesh.create(gx=2)
+    torch.manual_seed(5)
+    serial = _Block().double()
+    model = parallelize(copy.deepcopy(serial), mesh, _PAIR)
+    for passes in (1, 3, 2, 2):
+        for each in (model, serial):
+            each.zero_grad()
+            sum(each((tokens + number) % 11).square().mean() for number in range(passes)).backward()
+        assert not _differences(model, serial, mesh), passes
+    for plan, name in ((_PAIR, "act"), (_STREAM, "norm")):
+        model = parallelize(copy.deepcopy(serial), mesh, plan)
+        with pytest.raises(ValueError, match="gradients were asked for with create_graph=True"):
+            torch.autograd.grad(model(tokens).square().mean(), getattr(model, name).weight, create_graph=True)
+
+
 def _all_refusals() -> list[str]:
+    _several_passes()
     _shared_uses()
     _copied_and_changed()
     _penalties()

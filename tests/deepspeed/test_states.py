@@ -149,6 +149,13 @@ def clipped(block: dict[str, Any]) -> bool:
             engine.step()
             norms += [float(engine.get_global_grad_norm())] if passed % 2 and not by_hand else []
         found.append((weights(engine), torch.tensor(norms)))
+        for passed in range(2 * by_hand):  # each element by itself
+            engine.backward(10 * engine(torch.randn(2, 8, generator=generator)).square().mean())
+            if passed:
+                nn.utils.clip_grad_value_(engine.module.parameters(), 0.01)
+            engine.step()
+        moved = (weights(engine) - found[-1][0]).abs().max()
+        assert not by_hand or abs(moved - 0.1 * 0.01) < 1e-6, moved
         engine.destroy()
     (one, wanted), (other, norms) = found
     return (

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_plugins.optim.flat import FlatOptimizer
-from axonn_plugins.optim.probe import depends_on_others
 from axonn_plugins.optim.whole import plan
 from axonn_plugins.optim.whole.exchange import Exchange
 from axonn_plugins.optim.whole.newton_schulz import Iteration
@@ -21,6 +20,7 @@ from axonn_plugins.optim.whole.plan import Work, deal, flops, panels, sum_bytes
 from axonn_plugins.optim.whole.rules import AsItIs, Muon
 from axonn_plugins.optim.whole.spread import Share, Spread
 from axonn_tp import Grid, Mesh, layout_of, parallelize, sum_ranks
+from axonn_tp.comm.optimizer_trial import depends_on_others
 from axonn_tp.grid.layout import Layout
 from axonn_tp.grid.mesh import factorisations
 from tests.distributed import meshes, run_ranks

@@ -33,12 +33,28 @@ def test_clipping_of_gradients_that_are_not_there_is_refused():
     optimizer = samo.Optimizer(SGD, model, masks)
     with pytest.raises(RuntimeError, match=r"clip_grad_norm_ finds no gradient in '0\.weight'.*max_norm"):
         train(model, lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    with pytest.raises(RuntimeError, match=r"clip_grad_value_ finds no gradient in '0\.weight'.*max_norm"):
+        nn.utils.clip_grad_value_(model.parameters(), 0.1)
     optimizer.step()
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    nn.utils.clip_grad_value_(model.parameters(), 0.1)
     other = nn.Linear(2, 2)
     other(torch.ones(1, 2)).sum().backward()
     assert nn.utils.clip_grad_norm_(other.parameters(), 0.1) > 0.1
     assert nn.utils.get_total_norm([p.grad for p in other.parameters()]) == pytest.approx(0.1, rel=1e-4)
+
+
+def test_an_optimizer_that_steps_by_another_is_refused():
+    class Ahead(torch.optim.Optimizer):
+        def __init__(self, groups):
+            super().__init__(groups, {})
+            self.inner = SGD(self.param_groups)
+
+        def step(self, closure=None):
+            self.inner.step()
+
+    with pytest.raises(ValueError, match=r"Ahead steps by an optimizer that it holds \(SGD\).*give SGD itself"):
+        samo.Optimizer(Ahead, *pruned())
 
 
 def test_a_grad_scaler_is_refused():

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from functools import wraps
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from axonn_tp.comm.clipping import clip_by
 
 if TYPE_CHECKING:
     from axonn_plugins.optim.flat import FlatOptimizer
@@ -49,7 +49,7 @@ class Taker:
 
 def take_over(optimizer: FlatOptimizer) -> list[Taker]:
     """Have gradients go to a new optimizer, and to no earlier one over the same parameters, whose steps are errors then."""
-    _refuse_clipping_of_nothing()
+    clip_by(_refuse_clipping_of_nothing)
     takers = []
     for entry in optimizer.entries:
         before = _takers.get(entry.parameter)
@@ -132,31 +132,18 @@ def _several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _refuse_clipping_of_nothing() -> None:
-    """Have torch's `clip_grad_norm_` say that it finds no gradients; harmless when called again."""
-    original = clip_grad._clip_grads_with_norm_  # looked up by name, so that a script's import may come before
-    if not getattr(original, "axonn_taken", False):
-        clip_grad._clip_grads_with_norm_ = _of_some(original)
-
-
-def _of_some(original: Callable[..., None]) -> Callable[..., None]:
-    @wraps(original)
-    def clip(parameters: Any, *rest: Any, **named: Any) -> None:
-        """Torch's own, of gradients that are there."""
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for parameter in parameters:
-            taker = _takers.get(parameter)
-            optimizer = None if taker is None else taker.optimizer()
-            refuses = optimizer is not None and optimizer.refuses_clipping
-            if refuses and taker.entry.arrived and parameter.grad is None:
-                raise RuntimeError(
-                    f"clip_grad_norm_ finds no gradient in {taker.entry.name!r}, which the optimizer has taken as backward "
-                    "brought it; give the optimizer max_norm (under DeepSpeed gradient_clipping), and leave clip_grad_norm_ out"
-                )
-        original(parameters, *rest, **named)
-
-    clip.axonn_taken = True  # type: ignore[attr-defined]
-    return clip
+def _refuse_clipping_of_nothing(parameters: list[Any], most: float, norm: Tensor | None, kind: float) -> bool:
+    """Have torch's functions say that they find no gradients."""
+    for parameter in parameters:
+        taker = _takers.get(parameter)
+        optimizer = None if taker is None else taker.optimizer()
+        refuses = optimizer is not None and optimizer.refuses_clipping
+        if refuses and taker.entry.arrived and parameter.grad is None:
+            raise RuntimeError(
+                f"clip_grad_{'norm' if norm is not None else 'value'}_ finds no gradient in {taker.entry.name!r}, which the optimizer has taken as backward "
+                "brought it; give the optimizer max_norm (under DeepSpeed gradient_clipping), and leave it out"
+            )
+    return False
 
 
 def no_scaler() -> ValueError:

@@ -13,19 +13,8 @@ NOT_BY_PARAMETER = {
 }
 """Words in the names of optimizers that do not treat each parameter by itself, and why."""
 
-NOT_ELEMENTWISE = (
-    *("lamb", "lars", "larc", "muon", "muadam", "musgd", "shampoo", "soap", "adafactor", "novograd", "prodigy"),
-    *("dadapt", "onebit", "zerooneadam", "lbfgs"),
-)
-"""Words in the names of optimizers that look at a whole weight matrix, layer or model at once."""
-
 
 def reason_against(name: str) -> str | None:
     """Why an optimizer of this name cannot step parameters one by one; None: nothing is known against it."""
     plain = name.lower().replace("_", "")
     return next((reason for word, reason in NOT_BY_PARAMETER.items() if word in plain), None)
-
-
-def needs_whole_matrices(name: str) -> bool:
-    """True if an optimizer of this name would compute another step on shards."""
-    return any(word in name.lower().replace("_", "") for word in NOT_ELEMENTWISE)

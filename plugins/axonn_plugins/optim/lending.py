@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from axonn_tp.comm.optimizer_trial import along, other_groups
 
 
 @dataclass(eq=False)
@@ -82,25 +83,10 @@ def parts_of(group: int, weights: Tensor, size: int) -> Iterator[Part]:
         yield Part(group, weights, begin, min(begin + size, weights.numel()))
 
 
-def along(value: Any, weights: Tensor) -> bool:
-    """True if a value of the state has an entry for each element of the weights."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == weights.numel()
-
-
 def share_options(from_groups: list[dict[str, Any]], to_groups: list[dict[str, Any]]) -> None:
     """Have parameter groups take over the hyperparameters of others."""
     for source, target in zip(from_groups, to_groups, strict=True):
         target.update({key: value for key, value in source.items() if key != "params"})
-
-
-@contextmanager
-def other_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Give the optimizer other parameter groups for a while."""
-    own, optimizer.param_groups = optimizer.param_groups, groups
-    try:
-        yield
-    finally:
-        optimizer.param_groups = own
 
 
 class TiledStep:

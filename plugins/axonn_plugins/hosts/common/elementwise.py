@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.optim.by_parameter import needs_whole_matrices as needs_whole_matrices
 from axonn_plugins.optim.by_parameter import reason_against
 
 OF_PRUNED = (
@@ -14,11 +13,18 @@ OF_PRUNED = (
 """Why optimizers of whole matrices do not go with pruning."""
 
 
+def needs_whole_matrices(name: str) -> bool:
+    """True if an optimizer of this name would compute another step on shards."""
+    from axonn_tp.comm import optimizer_trial
+
+    return optimizer_trial.needs_whole_matrices(name)
+
+
 def looks_at_whole_matrices(optimizer: Any) -> bool:
     """The same of an optimizer, which is tried where its name says nothing."""
-    from axonn_plugins.optim import probe
+    from axonn_tp.comm import optimizer_trial
 
-    return probe.looks_at_whole_matrices(optimizer)
+    return optimizer_trial.looks_at_whole_matrices(optimizer)
 
 
 def check_optimizer(optimizer: Any) -> None:

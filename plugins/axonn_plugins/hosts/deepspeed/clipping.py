@@ -1,4 +1,4 @@
-"""Clipping by `torch.nn.utils.clip_grad_norm_`, which a script calls between backward and step: obeyed where stock DeepSpeed obeys it.
+"""Clipping by `torch.nn.utils.clip_grad_norm_` or `clip_grad_value_`, which a script calls between backward and step: obeyed where stock DeepSpeed obeys it.
 
 That is at ZeRO-0 in full precision, where a parameter's ``grad`` is what the step takes. With split weights each rank would clip by the norm
 of its own shards; where gradients are in an optimizer of ours nothing would be clipped.
@@ -7,33 +7,27 @@ of its own shards; where gradients are in an optimizer of ours nothing would be 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import clip_grad
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.optim.gradients import clip_factor, squares_of
+from axonn_tp.comm.clipping import clip_by
 
 _engines: WeakSet[Any] = WeakSet()
-_kind = 2.0
-"""The type of the norm that is under way."""
 
 
 def obey(engine: Any) -> None:
-    """Have torch's `clip_grad_norm_` know the parameters of an engine; by whatever name a script has imported it."""
+    """Have torch's functions know the parameters of an engine."""
     _engines.add(engine)
     if engine._owns:
         engine.optimizer.refuses_clipping = False
-    if not hasattr(clip_grad._clip_grads_with_norm_, "axonn_clips"):
-        # Both are looked up by name when it runs; the first knows the type of the norm, the second the parameters.
-        clip_grad._get_total_norm = _measuring(clip_grad._get_total_norm)
-        clip_grad._clip_grads_with_norm_ = _clipping(clip_grad._clip_grads_with_norm_)
+    clip_by(_clip_of_engine)
 
 
 def disobey(engine: Any) -> None:
@@ -41,36 +35,21 @@ def disobey(engine: Any) -> None:
     _engines.discard(engine)
 
 
-def _measuring(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @wraps(original)
-    def get_total_norm(tensors: Any, norm_type: float = 2.0, *rest: Any, **named: Any) -> Tensor:
-        """Torch's own."""
-        global _kind
-        _kind = float(norm_type)
-        return original(tensors, norm_type, *rest, **named)
-
-    return get_total_norm
-
-
-def _clipping(original: Callable[..., None]) -> Callable[..., None]:
-    @wraps(original)
-    def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Tensor, *rest: Any, **named: Any) -> None:
-        """Torch's own, or that of an engine of ours."""
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        engine = _engine_of(given)
-        if engine is None:
-            original(given, max_norm, total_norm, *rest, **named)
-        elif engine.fp16_enabled() or engine.bfloat16_enabled() or engine._own_stage or engine.zero_optimization():
-            _say(float(max_norm), engine.gradient_clipping())
-        else:
-            _require_summed(engine, float(max_norm))
-            if engine._owns:
-                total_norm.copy_(_clip(engine.optimizer, given, float(max_norm), _kind))
-            else:  # whose norm is that of the whole model (`axonn_tp.comm.clipping`)
-                original(given, max_norm, total_norm, *rest, **named)
-
-    clip_grads_with_norm_.axonn_clips = True  # type: ignore[attr-defined]
-    return clip_grads_with_norm_
+def _clip_of_engine(parameters: list[Tensor], most: float, norm: Tensor | None, kind: float) -> bool:
+    engine, called = _engine_of(parameters), f"torch.nn.utils.clip_grad_{'norm' if norm is not None else 'value'}_"
+    if engine is None:
+        return False
+    if engine.fp16_enabled() or engine.bfloat16_enabled() or engine._own_stage or engine.zero_optimization():
+        _say(called, most, engine.gradient_clipping() if norm is not None else None)
+        return True
+    _require_summed(engine, called)
+    if not engine._owns:
+        return False  # torch's own: its norm is that of the whole model (`axonn_tp.comm.clipping`)
+    if norm is None:
+        _clip_values(engine.optimizer, parameters, most)
+    else:
+        norm.copy_(_clip(engine.optimizer, parameters, most, kind))
+    return True
 
 
 def _engine_of(parameters: Sequence[Tensor]) -> Any:
@@ -79,7 +58,7 @@ def _engine_of(parameters: Sequence[Tensor]) -> Any:
     return next((e for e in _engines if not given.isdisjoint(map(id, e.module.parameters()))), None)
 
 
-def _require_summed(engine: Any, most: float) -> None:
+def _require_summed(engine: Any, called: str) -> None:
     """Refuse gradients that are each rank's own still.
 
     Raises:
@@ -87,8 +66,8 @@ def _require_summed(engine: Any, most: float) -> None:
     """
     if not (engine._reduces() if engine._owns else engine._summed):
         raise ConfigError(
-            "torch.nn.utils.clip_grad_norm_ was called before the step's last engine.backward, where gradients are each rank's own; call it where "
-            f'engine.is_gradient_accumulation_boundary() is true, or leave it out and write "gradient_clipping": {most:g} in the DeepSpeed configuration'
+            f"{called} was called before the step's last engine.backward, where gradients are each rank's own; call it where "
+            'engine.is_gradient_accumulation_boundary() is true, or leave it out and write "gradient_clipping" in the DeepSpeed configuration'
         )
 
 
@@ -104,8 +83,7 @@ def _clip(optimizer: Any, parameters: list[Any], most: float, kind: float) -> Te
             f"torch.nn.utils.clip_grad_norm_ was called with norm_type = {kind:g}, and where the axonn block keeps gradients in its optimizer they are "
             "clipped by their norm of type 2; leave norm_type out"
         )
-    optimizer.reducer.finish()
-    names = {optimizer.names[p] for p in parameters if p in optimizer.names}
+    names = _summed_names(optimizer, parameters)
     squares = squares_of(optimizer.stores, optimizer.tile_size)
     norm = optimizer.norm({name: square for name, square in squares.items() if name in names}).sqrt()
     factor = clip_factor(norm, most)
@@ -115,17 +93,32 @@ def _clip(optimizer: Any, parameters: list[Any], most: float, kind: float) -> Te
     return norm
 
 
-_said: set[float] = set()
+@torch.no_grad()
+def _clip_values(optimizer: Any, parameters: list[Any], most: float) -> None:
+    """The same of each element; every rank calls it."""
+    names = _summed_names(optimizer, parameters)
+    for entry, _, part in optimizer.reduced():
+        if entry.name in names:
+            part.clamp_(-most, most)
 
 
-def _say(asked: float, used: float) -> None:
-    if asked == used or asked in _said or asked == float("inf"):
+def _summed_names(optimizer: Any, parameters: list[Any]) -> set[str]:
+    optimizer.reducer.finish()
+    return {optimizer.names[p] for p in parameters if p in optimizer.names}
+
+
+_said: set[tuple[str, float]] = set()
+
+
+def _say(called: str, asked: float, used: float | None) -> None:
+    if asked == used or (called, asked) in _said or asked == float("inf"):
         return
-    _said.add(asked)
+    _said.add((called, asked))
     if dist.get_rank() == 0:
         print(
-            f"axonn: torch.nn.utils.clip_grad_norm_ with a norm of {asked:g} changes nothing, as under DeepSpeed's ZeRO and in 16 bits, where no "
-            f'gradient is the parameter\'s; write "gradient_clipping": {asked:g} in the DeepSpeed configuration',
+            f"axonn: {called} of {asked:g} changes nothing, as under DeepSpeed's ZeRO and in 16 bits, where no "
+            "gradient is the parameter's; write "
+            f'"gradient_clipping"{f": {asked:g}" if used is not None else ", which clips by the norm,"} in the DeepSpeed configuration',
             file=sys.stderr,
             flush=True,
         )

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from axonn_plugins.optim.by_parameter import reason_against
-from axonn_plugins.optim.probe import examine, make_optimizer
 from axonn_plugins.optim.whole.rules import AsItIs, Muon, Rule
 from axonn_tp import Mesh, layout_of
+from axonn_tp.comm.optimizer_trial import examine, make_optimizer
 
 Groups = list[dict[str, Any]]
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from axonn_plugins.optim.lending import other_groups
 from axonn_plugins.optim.whole.newton_schulz import Iteration
+from axonn_tp.comm.optimizer_trial import other_groups
 
 try:
     from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz

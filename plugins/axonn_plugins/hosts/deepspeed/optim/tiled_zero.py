@@ -19,7 +19,7 @@ from torch import Tensor
 from axonn_plugins.config import Axonn, ConfigError
 from axonn_plugins.hosts.deepspeed.sections import needs_whole_matrices
 from axonn_plugins.optim.lending import Loan, TiledStep, parts_of
-from axonn_plugins.optim.probe import StepMemory, examine
+from axonn_tp.comm.optimizer_trial import StepMemory, examine
 
 
 class TiledZeroOptimizer(DeepSpeedZeroOptimizer):

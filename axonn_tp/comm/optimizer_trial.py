@@ -1,11 +1,12 @@
-"""Trial of an optimizer on one small tensor: whether it works element by element, and with how many temporary tensors."""
+"""Trial of an optimizer on one small tensor: if it works element by element, and with how many temporary tensors."""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from axonn_plugins.optim.by_parameter import needs_whole_matrices
-from axonn_plugins.optim.lending import along, other_groups
-
+NOT_ELEMENTWISE = (
+    *("lamb", "lars", "larc", "muon", "muadam", "musgd", "shampoo", "soap", "adafactor", "novograd", "prodigy"),
+    *("dadapt", "onebit", "zerooneadam", "lbfgs"),
+)
+"""Words in the names of optimizers that look at a whole weight matrix, layer or model at once."""
 _ELEMENTS = 4096
 _BY_ELEMENT = {
     getattr(torch.optim, name)
@@ -25,6 +28,21 @@ _BY_ELEMENT = {
 }
 _KERNELS = ("deepspeed", "apex", "transformer_engine", "bitsandbytes")
 _ALIGNED = 64  # so that vector instructions take the same elements together as without tiles
+
+
+def along(value: Any, weights: Tensor) -> bool:
+    """True if a value of the state has an entry for each element of the weights."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == weights.numel()
+
+
+@contextmanager
+def other_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Iterator[None]:
+    """Give the optimizer other parameter groups for a while."""
+    own, optimizer.param_groups = optimizer.param_groups, groups
+    try:
+        yield
+    finally:
+        optimizer.param_groups = own
 
 
 class NotElementwiseError(ValueError):
@@ -61,7 +79,7 @@ def make_optimizer(
     """Make an optimizer from parameter groups, and check that it is one.
 
     Raises:
-        ValueError: it is no optimizer, or one whose step needs a closure.
+        ValueError: it is no optimizer, or one whose step needs a closure or another optimizer.
     """
     optimizer = factory(groups)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -69,6 +87,7 @@ def make_optimizer(
             f"the factory returned {type(optimizer).__name__}, not a torch optimizer; pass a function such as "
             "lambda groups: torch.optim.AdamW(groups, lr=1e-3)"
         )
+    _refuse_inner(optimizer)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ValueError(
@@ -115,6 +134,7 @@ def examine(
     Raises:
         NotElementwiseError: what the optimizer does to an element depends on others.
     """
+    _refuse_inner(optimizer)
     options = dict(options)
     if isinstance(options.get("lr"), float):
         options["lr"] = 1e-3  # a warm-up begins with 0, which hides what the optimizer does
@@ -147,6 +167,21 @@ def examine(
     return StepMemory(first, later, keys)
 
 
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """One by which an optimizer steps, as Lookahead and its like do."""
+    found = (value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer))
+    return next((value for value in found if value is not optimizer), None)
+
+
+def _refuse_inner(optimizer: torch.optim.Optimizer) -> None:
+    holds = inner_optimizer(optimizer)
+    if holds is not None:
+        raise NotElementwiseError(
+            f"{type(optimizer).__name__} steps by an optimizer that it holds ({type(holds).__name__}), which would step the parameters that this was made of "
+            f"and no parts of them; give {type(holds).__name__} itself"
+        )
+
+
 def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
     """True if what an optimizer does to an element of a parameter depends on others of it, as far as a trial can tell.
 
@@ -157,6 +192,9 @@ def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if type(optimizer).__module__.partition(".")[0] in _KERNELS:
         return False
+    holds = inner_optimizer(optimizer)
+    if holds is not None:  # a trial of one would step the other's parameters
+        return looks_at_whole_matrices(holds)
     trial = object.__new__(type(optimizer))  # `copy.copy` leaves out what torch does not pickle
     vars(trial).update(vars(optimizer))
     vars(trial).pop("step", None)  # a scheduler's, which is bound to the optimizer itself
@@ -174,6 +212,11 @@ def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
     except Exception:  # what of an optimizer cannot step a stand-in is its own affair
         return False
     return False
+
+
+def needs_whole_matrices(name: str) -> bool:
+    """True if an optimizer of this name would compute another step on shards."""
+    return any(word in name.lower().replace("_", "") for word in NOT_ELEMENTWISE)
 
 
 def looks_at_whole_matrices(optimizer: Any) -> bool:
