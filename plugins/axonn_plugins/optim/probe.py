@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from axonn_plugins.optim.by_parameter import needs_whole_matrices
 from axonn_plugins.optim.lending import along, other_groups
 
-_ELEMENTS = 4096
-_BY_ELEMENT = {
+_ELEMENTS, _STEPS = 4096, 3
+BY_ELEMENT = {
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 }
@@ -115,9 +116,7 @@ def examine(
     Raises:
         NotElementwiseError: what the optimizer does to an element depends on others.
     """
-    options = dict(options)
-    if isinstance(options.get("lr"), float):
-        options["lr"] = 1e-3  # a warm-up begins with 0, which hides what the optimizer does
+    options = _stirred(options)
     numbers = torch.arange(_ELEMENTS, device=weights.device)
     start, gradient = ((numbers * factor).cos().to(weights.dtype) for factor in (0.1, 0.7))
     gradient *= 0.25 + 4 * numbers / _ELEMENTS  # so that a part's mean square is another than that of all
@@ -134,8 +133,10 @@ def examine(
 
     peaks, keys = tried(start.clone(), gradient)
     tried(start[part].clone(), gradient[part])
-    if weights.dim() > 1:  # some treat vectors otherwise than matrices, or than convolutions
-        tried(start.clone().view(_full(weights.dim())), gradient.view(_full(weights.dim())))
+    for shape in (
+        _full(weights.dim()) if weights.dim() > 1 else ()
+    ):  # some treat vectors otherwise than matrices, or than convolutions
+        tried(start.clone().view(shape), gradient.view(shape))
     alike = torch.allclose(results[0][part], results[1], rtol=1e-5, atol=1e-7)
     if not (alike and all(torch.allclose(results[0], whole, rtol=1e-5, atol=1e-7) for whole in results[2:])):
         raise NotElementwiseError(
@@ -153,16 +154,11 @@ def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
     Args:
         optimizer: left as it was; its parameters are not touched.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) in _BY_ELEMENT:
+    if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) in BY_ELEMENT:
         return False
     if type(optimizer).__module__.partition(".")[0] in _KERNELS:
         return False
-    trial = object.__new__(type(optimizer))  # `copy.copy` leaves out what torch does not pickle
-    vars(trial).update(vars(optimizer))
-    vars(trial).pop("step", None)  # a scheduler's, which is bound to the optimizer itself
-    trial.state = defaultdict(dict)
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(trial, hooks, OrderedDict())
+    trial = copy_without_state(optimizer)
     try:
         for group in optimizer.param_groups:
             kinds = {(p.device, torch.promote_types(p.dtype, torch.float32), p.dim()) for p in group["params"]}
@@ -181,10 +177,84 @@ def looks_at_whole_matrices(optimizer: Any) -> bool:
     return needs_whole_matrices(type(optimizer).__name__) or depends_on_others(optimizer)
 
 
-def _full(dims: int) -> list[int]:
-    """A shape of this many dims for all of the stand-in's elements."""
+def _full(dims: int) -> list[list[int]]:
+    """Shapes of this many dims for all of the stand-in's elements, a wide one and a tall one: some scale a step by the sides of a matrix."""
     each = 2 ** (int(math.log2(_ELEMENTS)) // dims)
-    return [each] * (dims - 1) + [-1]
+    return [[first] + [each] * (dims - 2) + [-1] for first in (each // 2, 2 * each)]
+
+
+def _stirred(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options with a learning rate: a warm-up begins with 0, which hides what the optimizer does."""
+    lr = options.get("lr")
+    if isinstance(lr, Tensor):
+        return {**options, "lr": torch.full_like(lr, 1e-3)}
+    return {**options, "lr": 1e-3} if isinstance(lr, float) else dict(options)
+
+
+def copy_without_state(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]] = ()
+) -> torch.optim.Optimizer:
+    """An optimizer of the same kind and settings, also those that are attributes alone, without states, hooks and schedulers.
+
+    Args:
+        optimizer: left as it is.
+        groups: of the copy.
+    """
+    made = object.__new__(type(optimizer))  # `copy.copy` leaves out what torch does not pickle
+    vars(made).update(
+        {key: copy.copy(one) if isinstance(one, dict | list) else one for key, one in vars(optimizer).items()}
+    )
+    vars(made).pop("step", None)  # a scheduler's, which is bound to the optimizer itself
+    made.state = defaultdict(dict)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(made, hooks, OrderedDict())
+    made.param_groups = []
+    for group in groups:
+        made.add_param_group(dict(group))
+    return made
+
+
+def steps_one_by_one(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shapes: Sequence[list[int]]) -> bool:
+    """False if it matters that parameters are stepped by a call each, on other tensors each time, with their states in `state` alone.
+
+    So it does where an optimizer takes a norm or a rate of all of them, counts its calls, keeps states elsewhere, or draws.
+
+    Args:
+        optimizer: left as it was.
+        options: of a parameter group.
+        shapes: of parameters to try it on.
+    """
+    starts = [
+        torch.arange(1.0, math.prod(shape) + 1, dtype=torch.float64).mul(0.1).cos().view(shape) for shape in shapes
+    ]
+
+    def moved(calls: list[list[int]]) -> list[Tensor]:
+        trial, own = copy_without_state(optimizer), _stirred(options)
+        values: list[Tensor] = [nn.Parameter(start.clone()) for start in starts]
+        for number in range(_STEPS):
+            after = own
+            for call in calls:
+                if len(calls) > 1:
+                    for place in call:
+                        before = values[place]
+                        values[place] = nn.Parameter(before.detach().clone())
+                        if before in trial.state:
+                            trial.state[values[place]] = trial.state.pop(before)
+                for place in call:
+                    values[place].grad = (starts[place] * (number + 2) * (place + 1)).sin()
+                after = {**own, "params": [values[place] for place in call]}
+                with other_groups(trial, [after]):
+                    trial.step()
+            own = after
+        return [value.detach() - start for value, start in zip(values, starts, strict=True)]
+
+    places = list(range(len(shapes)))
+    try:
+        with torch.random.fork_rng([]):
+            together, apart = moved([places]), moved([[place] for place in places])
+    except Exception:  # what of an optimizer cannot step a stand-in is its own affair
+        return True
+    return all(bool((a - b).norm() <= 1e-6 * a.norm()) and bool(a.any()) for a, b in zip(together, apart, strict=True))
 
 
 def _two_steps(
