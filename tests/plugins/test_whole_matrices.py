@@ -399,4 +399,5 @@ class BySides(Signs):
 
 
 def test_a_step_by_the_sides_of_a_matrix_is_one_of_whole_matrices() -> None:
+    assert not depends_on_others(Counting([nn.Parameter(torch.ones(3, 4))]))  # whose shards are stepped in one call
     assert depends_on_others(BySides([nn.Parameter(torch.ones(3, 4))]))

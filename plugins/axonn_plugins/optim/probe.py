@@ -129,7 +129,9 @@ def examine(
         mine = {key: value.clone() if isinstance(value, Tensor) else value for key, value in kept.items()}
         mine |= {key: value.expand(stand_in.shape).clone() for key, value in moments.items()}
         results.append(stand_in.view(-1))
-        return _two_steps(optimizer, options, stand_in, gradient, mine)
+        # What it counts or keeps beside its state is of one trial.
+        trial = copy_without_state(optimizer) if _of_python(optimizer) else optimizer
+        return _two_steps(trial, options, stand_in, gradient, mine)
 
     peaks, keys = tried(start.clone(), gradient)
     tried(start[part].clone(), gradient[part])
@@ -154,17 +156,14 @@ def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
     Args:
         optimizer: left as it was; its parameters are not touched.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) in BY_ELEMENT:
+    if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) in BY_ELEMENT or not _of_python(optimizer):
         return False
-    if type(optimizer).__module__.partition(".")[0] in _KERNELS:
-        return False
-    trial = copy_without_state(optimizer)
     try:
         for group in optimizer.param_groups:
             kinds = {(p.device, torch.promote_types(p.dtype, torch.float32), p.dim()) for p in group["params"]}
             for device, dtype, dims in kinds:
                 with torch.random.fork_rng([]):
-                    examine(trial, group, torch.zeros([0] * max(dims, 1), device=device, dtype=dtype), {})
+                    examine(optimizer, group, torch.zeros([0] * max(dims, 1), device=device, dtype=dtype), {})
     except NotElementwiseError:
         return True
     except Exception:  # what of an optimizer cannot step a stand-in is its own affair
@@ -191,6 +190,12 @@ def _stirred(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "lr": 1e-3} if isinstance(lr, float) else dict(options)
 
 
+def _of_python(optimizer: torch.optim.Optimizer) -> bool:
+    """False if another library's kernel steps, or something ends with the optimizer, which a copy would end too."""
+    kind = type(optimizer)
+    return kind.__module__.partition(".")[0] not in _KERNELS and not hasattr(kind, "__del__")
+
+
 def copy_without_state(
     optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]] = ()
 ) -> torch.optim.Optimizer:
@@ -214,16 +219,31 @@ def copy_without_state(
     return made
 
 
-def steps_one_by_one(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shapes: Sequence[list[int]]) -> bool:
-    """False if it matters that parameters are stepped by a call each, on other tensors each time, with their states in `state` alone.
-
-    So it does where an optimizer takes a norm or a rate of all of them, counts its calls, keeps states elsewhere, or draws.
+def require_one_by_one(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shapes: Sequence[list[int]] = ([24], [40])
+) -> None:
+    """Refuse an optimizer to which it matters that parameters are stepped by a call each, as other tensors each time.
 
     Args:
         optimizer: left as it was.
         options: of a parameter group.
         shapes: of parameters to try it on.
+
+    Raises:
+        ValueError: it does something else then.
     """
+    tried = _of_python(optimizer) and type(optimizer) not in BY_ELEMENT
+    if tried and not _steps_one_by_one(optimizer, options, shapes):
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot step parameters one after another, of which ranks or tiles have parts: it takes a norm or a rate of all "
+            "together, counts its calls in an attribute, keeps states outside of optimizer.state, draws random numbers, or steps by another optimizer; "
+            "keep counts in param_groups and all else in optimizer.state, or use one such as AdamW"
+        )
+
+
+def _steps_one_by_one(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shapes: Sequence[list[int]]
+) -> bool:
     starts = [
         torch.arange(1.0, math.prod(shape) + 1, dtype=torch.float64).mul(0.1).cos().view(shape) for shape in shapes
     ]

@@ -90,6 +90,7 @@ class BucketedOptimizer(TiledOptimizer):
 
     def _examine(self, group: dict[str, Any]) -> None:
         number = next(n for n, mine in enumerate(self.inner.param_groups) if mine is group)
+        require_one_by_one(self.inner, group)
         for store in self._stores:
             masters = [s.master for s in store.segments if s.master.dim() and s.master.numel()]
             if store.group != number or not masters:

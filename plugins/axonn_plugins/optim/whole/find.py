@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from axonn_plugins.optim.by_parameter import reason_against
-from axonn_plugins.optim.probe import BY_ELEMENT, examine, make_optimizer, steps_one_by_one
+from axonn_plugins.optim.probe import examine, make_optimizer, require_one_by_one
 from axonn_plugins.optim.whole.rules import AsItIs, Muon, Rule
 from axonn_tp import Mesh, layout_of
 
@@ -66,12 +66,7 @@ def _rule(
     shapes = [
         shape for dims in sorted({len(layout_of(p).shape) for p in group["params"]}) for shape in _SHAPES.get(dims, ())
     ]
-    if type(inner) not in BY_ELEMENT and not steps_one_by_one(inner, options, shapes):
-        raise ValueError(
-            f"{name} cannot step parameters one after another, of which ranks have parts: it takes a norm or a rate of all together, counts its calls in "
-            "an attribute, keeps states outside of optimizer.state, draws random numbers, or steps by another optimizer; keep counts in param_groups and "
-            "all else in optimizer.state, or use one such as AdamW"
-        )
+    require_one_by_one(inner, options, shapes)
     try:
         kinds = {
             (p.device, torch.promote_types(p.dtype, torch.float32), len(layout_of(p).shape)) for p in group["params"]

@@ -105,7 +105,7 @@ def factory_of(
             "engine.optimizer"
         )
     _refuse_own_weights(optimizer, key)
-    if not kind.__module__.startswith(("deepspeed.", "torch.optim.")):
+    if not kind.__module__.startswith(("deepspeed.", "torch.optim.")) and not hasattr(kind, "__del__"):
         # Its arguments need not be among its defaults, nor be called as its attributes are.
         return lambda groups: copy_without_state(optimizer, groups)
     settings = dict(optimizer.defaults)
