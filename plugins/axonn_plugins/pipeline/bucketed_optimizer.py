@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_plugins.optim.lending import TiledStep, share_options
-from axonn_plugins.optim.probe import examine
+from axonn_plugins.optim.probe import examine, require_one_by_one
 from axonn_plugins.optim.tiles import Slots, settle, visit
 from axonn_plugins.pipeline.host_store import ALIGNED, HostStore, ranges, stores_of
 from axonn_plugins.pipeline.reduction import Chunk, averaged, chunks_of
