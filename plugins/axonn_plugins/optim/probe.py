@@ -135,9 +135,8 @@ def examine(
 
     peaks, keys = tried(start.clone(), gradient)
     tried(start[part].clone(), gradient[part])
-    for shape in (
-        _full(weights.dim()) if weights.dim() > 1 else ()
-    ):  # some treat vectors otherwise than matrices, or than convolutions
+    for shape in _full(weights.dim()) if weights.dim() > 1 else ():
+        # Some treat vectors otherwise than matrices, or than convolutions.
         tried(start.clone().view(shape), gradient.view(shape))
     alike = torch.allclose(results[0][part], results[1], rtol=1e-5, atol=1e-7)
     if not (alike and all(torch.allclose(results[0], whole, rtol=1e-5, atol=1e-7) for whole in results[2:])):
@@ -187,7 +186,7 @@ def _stirred(options: Mapping[str, Any]) -> dict[str, Any]:
     lr = options.get("lr")
     if isinstance(lr, Tensor):
         return {**options, "lr": torch.full_like(lr, 1e-3)}
-    return {**options, "lr": 1e-3} if isinstance(lr, float) else dict(options)
+    return {**options, "lr": 1e-3} if isinstance(lr, int | float) else dict(options)
 
 
 def _of_python(optimizer: torch.optim.Optimizer) -> bool:
