@@ -194,21 +194,17 @@ def _equal_experts(experts: Experts, number: int, seed: int) -> dict[str, Tensor
     return made
 
 
-def _too_large(experts: Experts, number: int) -> bool:
-    """True if so many equal experts would be copies that take too much memory."""
-    rows = [
-        math.prod(shape) // experts.count
-        for name, shape in experts.shapes.items()
-        if not experts.cuts[name].common and shape[0] != experts.count
-    ]
-    return sum(rows) * number > _COPIED
+def _each(experts: Experts, views: bool = True) -> int:
+    """Elements of an expert; without `views` those of which no view repeats one expert's."""
+    named = {name: shape for name, shape in experts.shapes.items() if not experts.cuts[name].common}
+    return sum(math.prod(shape) // experts.count for shape in named.values() if views or shape[0] != experts.count)
 
 
 @torch.no_grad()
 def goes_by_weights(experts: Experts) -> bool:
     """True if experts of equal weights give a token the same whatever their number, and however many there are."""
     module, count = experts.module, experts.count
-    if _too_large(experts, count):
+    if _each(experts, False) * count > _COPIED:
         return True
     token = torch.randn(1, experts.features, generator=torch.Generator().manual_seed(3))
     weight = torch.ones(1, 1)
@@ -230,19 +226,19 @@ def goes_by_weights(experts: Experts) -> bool:
 def goes_row_by_row(experts: Experts) -> str | None:
     """Why a token's output depends on what else an expert is given, in training as well, or on other calls; None: it does not."""
     count = min(experts.count, _AT_ONCE)
-    if _too_large(experts, count):
+    if _each(experts, False) * count > _COPIED:
         return None
     code = Local(experts.module, (experts.count, count), lists=experts.lists)
     parameters = _equal_experts(experts, count, 4)
-    tokens = torch.randn(_ROWS, experts.features, generator=torch.Generator().manual_seed(5))
-    # Most of them are the first expert's.
-    indices = (torch.arange(_ROWS)[:, None] - _ROWS + count).clamp(min=0)
+    # Some take an expert's weights once for each row.
+    rows = _ROWS if _ROWS * _each(experts) <= 4 * _COPIED else _AT_ONCE
+    every = torch.randn(rows, experts.features, generator=torch.Generator().manual_seed(5))
 
     def made(training: bool, *some: Tensor) -> Tensor:
-        rows = [code(parameters, training, tokens[one], indices[one], torch.ones(len(one), 1)) for one in some]
-        return torch.cat(rows)
+        first = torch.zeros(rows, 1, dtype=torch.int64)
+        ones = torch.ones(rows, 1)
+        return torch.cat([code(parameters, training, one, first[: len(one)], ones[: len(one)]) for one in some])
 
-    every = torch.arange(_ROWS)
     try:
         with torch.random.fork_rng([]):
             for training in (False, True):
@@ -254,7 +250,7 @@ def goes_row_by_row(experts: Experts) -> str | None:
                         "the router drop tokens"
                     )
     except Exception:  # as above
-        return "fails where most tokens are one expert's"
+        return "fails in a trial on many tokens of one expert, or on single ones"
     changed = code.changed()
     return changed and (
         f"leaves {changed} behind, which each rank would have of the rows of its own experts alone; leave such numbers to the router, which sees all"
