@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from axonn_plugins.optim.gradients import clip_factor, flat_gradient, norm_in_parts
 from axonn_plugins.optim.lending import TiledStep, parts_of, share_options
 from axonn_plugins.optim.tiles import Buffers, ParameterCut, update
-from axonn_tp.comm.optimizer_trial import StepMemory, along, examine, make_optimizer
+from axonn_tp.comm.optimizer_trial import StepMemory, along, examine, make_optimizer, require_one_by_one
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 TILE = 1_800_000
@@ -99,6 +99,7 @@ class TiledOptimizer(torch.optim.Optimizer):
     def _examine(self, group: dict[str, Any]) -> None:
         weights = max(group["params"], key=Tensor.numel, default=torch.zeros(()))
         if weights.dim():
+            require_one_by_one(self.inner, group)
             self._memory |= examine(self.inner, group, weights, self.inner.state.get(weights, {}))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,8 +22,8 @@ NOT_ELEMENTWISE = (
     *("dadapt", "onebit", "zerooneadam", "lbfgs"),
 )
 """Words in the names of optimizers that look at a whole weight matrix, layer or model at once."""
-_ELEMENTS = 4096
-_BY_ELEMENT = {
+_ELEMENTS, _STEPS = 4096, 3
+BY_ELEMENT = {
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 }
@@ -135,9 +136,7 @@ def examine(
         NotElementwiseError: what the optimizer does to an element depends on others.
     """
     _refuse_inner(optimizer)
-    options = dict(options)
-    if isinstance(options.get("lr"), float):
-        options["lr"] = 1e-3  # a warm-up begins with 0, which hides what the optimizer does
+    options = _stirred(options)
     numbers = torch.arange(_ELEMENTS, device=weights.device)
     start, gradient = ((numbers * factor).cos().to(weights.dtype) for factor in (0.1, 0.7))
     gradient *= 0.25 + 4 * numbers / _ELEMENTS  # so that a part's mean square is another than that of all
@@ -150,12 +149,15 @@ def examine(
         mine = {key: value.clone() if isinstance(value, Tensor) else value for key, value in kept.items()}
         mine |= {key: value.expand(stand_in.shape).clone() for key, value in moments.items()}
         results.append(stand_in.view(-1))
-        return _two_steps(optimizer, options, stand_in, gradient, mine)
+        # What it counts or keeps beside its state is of one trial.
+        trial = copy_without_state(optimizer) if _of_python(optimizer) else optimizer
+        return _two_steps(trial, options, stand_in, gradient, mine)
 
     peaks, keys = tried(start.clone(), gradient)
     tried(start[part].clone(), gradient[part])
-    if weights.dim() > 1:  # some treat vectors otherwise than matrices, or than convolutions
-        tried(start.clone().view(_full(weights.dim())), gradient.view(_full(weights.dim())))
+    for shape in _full(weights.dim()) if weights.dim() > 1 else ():
+        # Some treat vectors otherwise than matrices, or than convolutions.
+        tried(start.clone().view(shape), gradient.view(shape))
     alike = torch.allclose(results[0][part], results[1], rtol=1e-5, atol=1e-7)
     if not (alike and all(torch.allclose(results[0], whole, rtol=1e-5, atol=1e-7) for whole in results[2:])):
         raise NotElementwiseError(
@@ -188,25 +190,17 @@ def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
     Args:
         optimizer: left as it was; its parameters are not touched.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) in _BY_ELEMENT:
-        return False
-    if type(optimizer).__module__.partition(".")[0] in _KERNELS:
+    if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) in BY_ELEMENT or not _of_python(optimizer):
         return False
     holds = inner_optimizer(optimizer)
     if holds is not None:  # a trial of one would step the other's parameters
         return looks_at_whole_matrices(holds)
-    trial = object.__new__(type(optimizer))  # `copy.copy` leaves out what torch does not pickle
-    vars(trial).update(vars(optimizer))
-    vars(trial).pop("step", None)  # a scheduler's, which is bound to the optimizer itself
-    trial.state = defaultdict(dict)
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(trial, hooks, OrderedDict())
     try:
         for group in optimizer.param_groups:
             kinds = {(p.device, torch.promote_types(p.dtype, torch.float32), p.dim()) for p in group["params"]}
             for device, dtype, dims in kinds:
                 with torch.random.fork_rng([]):
-                    examine(trial, group, torch.zeros([0] * max(dims, 1), device=device, dtype=dtype), {})
+                    examine(optimizer, group, torch.zeros([0] * max(dims, 1), device=device, dtype=dtype), {})
     except NotElementwiseError:
         return True
     except Exception:  # what of an optimizer cannot step a stand-in is its own affair
@@ -224,10 +218,106 @@ def looks_at_whole_matrices(optimizer: Any) -> bool:
     return needs_whole_matrices(type(optimizer).__name__) or depends_on_others(optimizer)
 
 
-def _full(dims: int) -> list[int]:
-    """A shape of this many dims for all of the stand-in's elements."""
+def _full(dims: int) -> list[list[int]]:
+    """Shapes of this many dims for all of the stand-in's elements, a wide one and a tall one: some scale a step by the sides of a matrix."""
     each = 2 ** (int(math.log2(_ELEMENTS)) // dims)
-    return [each] * (dims - 1) + [-1]
+    return [[first] + [each] * (dims - 2) + [-1] for first in (each // 2, 2 * each)]
+
+
+def _stirred(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options with a learning rate: a warm-up begins with 0, which hides what the optimizer does."""
+    lr = options.get("lr")
+    if isinstance(lr, Tensor):
+        return {**options, "lr": torch.full_like(lr, 1e-3)}
+    return {**options, "lr": 1e-3} if isinstance(lr, int | float) else dict(options)
+
+
+def _of_python(optimizer: torch.optim.Optimizer) -> bool:
+    """False if another library's kernel steps, or something ends with the optimizer, which a copy would end too."""
+    kind = type(optimizer)
+    return kind.__module__.partition(".")[0] not in _KERNELS and not hasattr(kind, "__del__")
+
+
+def copy_without_state(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]] = ()
+) -> torch.optim.Optimizer:
+    """An optimizer of the same kind and settings, also those that are attributes alone, without states, hooks and schedulers.
+
+    Args:
+        optimizer: left as it is.
+        groups: of the copy.
+    """
+    made = object.__new__(type(optimizer))  # `copy.copy` leaves out what torch does not pickle
+    vars(made).update(
+        {key: copy.copy(one) if isinstance(one, dict | list) else one for key, one in vars(optimizer).items()}
+    )
+    vars(made).pop("step", None)  # a scheduler's, which is bound to the optimizer itself
+    made.state = defaultdict(dict)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(made, hooks, OrderedDict())
+    made.param_groups = []
+    for group in groups:
+        made.add_param_group(dict(group))
+    return made
+
+
+def require_one_by_one(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shapes: Sequence[list[int]] = ([24], [40])
+) -> None:
+    """Refuse an optimizer to which it matters that parameters are stepped by a call each, as other tensors each time.
+
+    Args:
+        optimizer: left as it was.
+        options: of a parameter group.
+        shapes: of parameters to try it on.
+
+    Raises:
+        ValueError: it does something else then.
+    """
+    _refuse_inner(optimizer)
+    tried = _of_python(optimizer) and type(optimizer) not in BY_ELEMENT
+    if tried and not _steps_one_by_one(optimizer, options, shapes):
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot step parameters one after another, of which ranks or tiles have parts: it takes a norm or a rate of all "
+            "together, counts its calls in an attribute, keeps states outside of optimizer.state, draws random numbers, or steps by another optimizer; "
+            "keep counts in param_groups and all else in optimizer.state, or use one such as AdamW"
+        )
+
+
+def _steps_one_by_one(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shapes: Sequence[list[int]]
+) -> bool:
+    starts = [
+        torch.arange(1.0, math.prod(shape) + 1, dtype=torch.float64).mul(0.1).cos().view(shape) for shape in shapes
+    ]
+
+    def moved(calls: list[list[int]]) -> list[Tensor]:
+        trial, own = copy_without_state(optimizer), _stirred(options)
+        values: list[Tensor] = [nn.Parameter(start.clone()) for start in starts]
+        for number in range(_STEPS):
+            after = own
+            for call in calls:
+                if len(calls) > 1:
+                    for place in call:
+                        before = values[place]
+                        values[place] = nn.Parameter(before.detach().clone())
+                        if before in trial.state:
+                            trial.state[values[place]] = trial.state.pop(before)
+                for place in call:
+                    values[place].grad = (starts[place] * (number + 2) * (place + 1)).sin()
+                after = {**own, "params": [values[place] for place in call]}
+                with other_groups(trial, [after]):
+                    trial.step()
+            own = after
+        return [value.detach() - start for value, start in zip(values, starts, strict=True)]
+
+    places = list(range(len(shapes)))
+    try:
+        with torch.random.fork_rng([]):
+            together, apart = moved([places]), moved([[place] for place in places])
+    except Exception:  # what of an optimizer cannot step a stand-in is its own affair
+        return True
+    return all(bool((a - b).norm() <= 1e-6 * a.norm()) and bool(a.any()) for a, b in zip(together, apart, strict=True))
 
 
 def _two_steps(

@@ -133,19 +133,22 @@ class Call:
         return targets.reshape(self.batch, -1).masked_fill(padding, ignored).view_as(targets)
 
     def joined(self, output: Any) -> Any:
-        """A model's output with all tokens; in training beside a loss, which is of all tokens by itself, as it is."""
+        """A model's output with all tokens; in training beside a loss, which is of all tokens by itself, as it is, and without gradients."""
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        if any(not leaf.dim() and leaf.requires_grad for leaf in leaves):
-            return output
-        return self.whole(output)
+        if getattr(output, "loss", output) is None or not any(not leaf.dim() and leaf.requires_grad for leaf in leaves):
+            return self.whole(output)
+        return tree_map(
+            lambda value: _Apart.apply(value) if self._is_share(value) and value.requires_grad else value, output
+        )
+
+    def _is_share(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.shape[:2] == (self.batch, self.share)
 
     def whole(self, values: Any) -> Any:
         """With all tokens where `values` have this rank's; every rank that shares the sequences goes on with the same."""
 
         def one(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.shape[:2] != (self.batch, self.share):
-                return value
-            return _Whole.apply(value, self, self.mesh.size(AXIS))
+            return _Whole.apply(value, self, self.mesh.size(AXIS)) if self._is_share(value) else value
 
         return tree_map(one, values)
 
@@ -222,3 +225,18 @@ class _Whole(torch.autograd.Function):
         call: Call = ctx.call
         padding = (call.shared.places(grad.device) >= call.tokens).view(1, -1, *[1] * (grad.dim() - 2))
         return grad.index_select(1, call.places).masked_fill(padding, 0) * ctx.times, None, None
+
+
+class _Apart(torch.autograd.Function):
+    """This rank's tokens of what a model gives beside its loss."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor) -> Tensor:
+        return share.view_as(share)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ValueError(
+            "a loss is computed of what the model gives beside its own loss, which are each rank's tokens alone where ranks share sequences; leave "
+            "labels out, and compute the whole loss of the model's logits, which then are those of all tokens"
+        )

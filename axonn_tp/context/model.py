@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from axonn_tp.comm.collectives import all_reduce
 from axonn_tp.context import huggingface
 from axonn_tp.context.attention import attend
 from axonn_tp.context.calls import Call, main_input
@@ -250,9 +251,11 @@ def _loss(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     settings: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    if target.is_floating_point() or reduction == "none":
+    if target.is_floating_point():
         return F.cross_entropy(input, target, reduction=reduction, **settings)
-    target = real_targets(target, ignore_index)
+    given, target = target, real_targets(target, ignore_index)
+    if reduction == "none":
+        return F.cross_entropy(input, given, reduction=reduction, **settings)
     total = F.cross_entropy(input, target, reduction="sum", **settings)
     if reduction == "sum":
         return over_sequence(total)
@@ -272,10 +275,26 @@ def _places(call: Call, *args: Any, **kwargs: Any) -> Tensor:
     return call.places.to(kwargs.get("device") or call.places.device, dtype or torch.int64)
 
 
+def _largest(call: Call, *args: Any, **kwargs: Any) -> Tensor:
+    """The largest of whole numbers, one for each token, as of their places: by it HF's rotary positions tell how long sequences are."""
+    found = torch.max(*args, **kwargs)
+    given = args[0] if len(args) == 1 and not kwargs else None
+    if (
+        given is None
+        or given.dtype not in (torch.int32, torch.int64)
+        or given.dim() < 2
+        or given.shape[-1] != call.share
+    ):
+        return found
+    return all_reduce(found, call.mesh, AXIS, "max")
+
+
 _REPLACED: dict[Any, Callable[..., Tensor]] = {
     F.scaled_dot_product_attention: _attention,
     F.cross_entropy: _loss,
     torch.arange: _places,
+    torch.max: _largest,
+    Tensor.max: _largest,
 }
 
 

@@ -35,6 +35,7 @@ class Tokens(Protocol):
 
 
 _now: list[Tokens | None] = []
+_noting: list[list[Tensor]] = []
 
 
 @contextmanager
@@ -88,5 +89,17 @@ def over_sequence(part: Tensor) -> Tensor:
 
 def real_targets(targets: Tensor, ignored: int) -> Tensor:
     """Targets of which those of a share's padding are `ignored`."""
+    for noted in _noting:
+        noted.append(targets.detach())
     tokens = current()
     return targets if tokens is None else tokens.without_padding(targets, ignored)
+
+
+@contextmanager
+def noting_targets() -> Iterator[list[Tensor]]:
+    """Inside, targets of losses are noted as they come, one tensor a loss."""
+    _noting.append([])
+    try:
+        yield _noting[-1]
+    finally:
+        _noting.pop()

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from axonn_tp.context.calls import Call, main_input, padded_in_front
 from axonn_tp.context.shared import AXIS
+from axonn_tp.context.sums import noting_targets, real_targets
 from axonn_tp.grid.mesh import Mesh
 
 _MOST = 128
 """Tokens of a sequence that are looked at."""
 _UNNAMED = "its output or its loss differs"
+_SEEN = (
+    "computes something else on a share of the tokens: {}; attention is seen where it goes through F.scaled_dot_product_attention or HF's attention "
+    "interface, places of tokens as position_ids or torch.arange(tokens), and a loss as F.cross_entropy in the model's forward, or outside of it"
+)
 
 
 class Runs(Protocol):
@@ -51,8 +59,22 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _outputs(model: nn.Module, run: Callable[[], Any]) -> tuple[list[tuple[str, Tensor]], list[Tensor]]:
-    """Outputs of each module in order, and those of the model."""
+class _Losses(TorchFunctionMode):
+    """Has the targets of losses noted where nothing is replaced."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function is F.cross_entropy:
+            target = args[1] if len(args) > 1 else (kwargs or {})["target"]
+            if not target.is_floating_point():
+                real_targets(target, 0)
+        return function(*args, **(kwargs or {}))
+
+
+Seen = tuple[list[tuple[str, Tensor]], list[Tensor], list[Tensor]]
+
+
+def _outputs(model: nn.Module, run: Callable[[], Any]) -> Seen:
+    """Outputs of each module in order, those of the model, and targets of its losses."""
     seen: list[tuple[str, Tensor]] = []
 
     def note(name: str) -> Callable[..., None]:
@@ -65,11 +87,12 @@ def _outputs(model: nn.Module, run: Callable[[], Any]) -> tuple[list[tuple[str, 
 
     handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules() if name]
     try:
-        given = [leaf for leaf in tree_leaves(run()) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        with noting_targets() as targets:
+            given = [leaf for leaf in tree_leaves(run()) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     finally:
         for handle in handles:
             handle.remove()
-    return seen, given
+    return seen, given, targets
 
 
 @torch.no_grad()
@@ -99,23 +122,25 @@ def verify(
         return value if dim is None else value.narrow(dim, first, fewer)
 
     inputs, keywords = tree_map(shorter, (inputs, keywords))
+    given: list[Tensor] = []
     with _evaluating(model), runs.aside():
         problem = None
         try:
-            shares, given = _outputs(model, lambda: runs.run(model, forward, inputs, keywords))
+            shares, given, targets = _outputs(model, lambda: runs.run(model, forward, inputs, keywords))
         except (ValueError, RuntimeError, IndexError, TypeError) as error:
             problem = str(error).partition("\n")[0]
         call = runs.now
         if problem is None and call is not None:
-            wholes, expected = _outputs(model, lambda: runs.whole(forward, model, inputs, keywords | runs.defaults))
+            with _Losses():
+                wholes, expected, all_targets = _outputs(
+                    model, lambda: runs.whole(forward, model, inputs, keywords | runs.defaults)
+                )
             apart = _apart(call, shares, wholes, given, expected, mask if isinstance(mask, Tensor) else None)
-            problem = apart and (
-                f"computes something else on a share of the tokens: {apart}; attention is seen where it goes through "
-                "F.scaled_dot_product_attention or HF's attention interface, places of tokens as position_ids or torch.arange(tokens), "
-                "and a loss as F.cross_entropy in the model's forward, or outside of it"
-            )
+            apart = apart or _targets_apart(call, targets, all_targets)
+            problem = apart and _SEEN.format(apart)
     runs.forget()
-    told = problem
+    own = _losses_apart(given, runs.mesh)
+    told = problem or (own and _SEEN.format(own))
     for axis in ("z", "model"):
         everyone: list[str | None] = [None] * runs.mesh.size(axis)
         dist.all_gather_object(everyone, told, group=runs.mesh.group(axis))
@@ -123,6 +148,36 @@ def verify(
         told = next((one for one in sorted(filter(None, everyone), key=lambda one: _UNNAMED in one)), None)
     if told:
         raise ValueError(f"{type(model).__name__} cannot share sequences over {ranks} ranks of z: it {told}")
+
+
+def _targets_apart(call: Call, shares: list[Tensor], wholes: list[Tensor]) -> str:
+    """In words, if a loss on shares has other targets than on all tokens has at these places."""
+    real = call.shared.places(call.places.device) < call.tokens
+    places = call.places[real]
+    for share, whole in zip(shares, wholes, strict=False):
+        lost = call.batch * call.tokens - whole.numel()
+        if not lost and share.numel() == call.rows:
+            by_sample = share.reshape(call.batch, -1)[:, real], whole.reshape(call.batch, -1)[:, places]
+            by_token = share.reshape(-1, call.batch)[real], whole.reshape(-1, call.batch)[places]
+            cut = not (torch.equal(*by_sample) or torch.equal(*by_token))
+        else:
+            cut = 0 < lost == call.rows - share.numel() and lost % call.batch == 0
+        if cut:
+            return (
+                "its forward shifts the targets of its loss on each share, where those at the ends are lost or others' (give it labels that are shifted, "
+                "or compute the loss of its logits outside)"
+            )
+    return ""
+
+
+def _losses_apart(given: list[Tensor], mesh: Mesh) -> str:
+    """In words, if ranks that share sequences have other losses; all of them call it."""
+    mine = [(one.item(), 4 * torch.finfo(one.dtype).eps) for one in given if not one.dim()]
+    losses: list[list[tuple[float, float]]] = [mine] * mesh.size(AXIS)
+    dist.all_gather_object(losses, mine, group=mesh.group(AXIS))
+    pairs = [pair for some in losses for pair in zip(some, losses[0], strict=False)]
+    alike = all(math.isclose(one, first, rel_tol=rounding) for (one, rounding), (first, _) in pairs)
+    return "" if alike else "its loss is one of each rank's own tokens"
 
 
 def _apart(

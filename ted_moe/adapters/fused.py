@@ -146,6 +146,11 @@ class SpreadExperts(_Part):
         if dealt.passed_by:
             return hidden
         tokens = hidden.reshape(-1, hidden.shape[-1])
+        routed = indices.shape[:-1].numel() if indices.dim() > 1 else len(indices)
+        if routed != len(tokens):
+            raise ValueError(
+                f"{type(self).__name__} was given {len(tokens)} tokens and experts of {routed}; under axonn.ted each token needs its own"
+            )
         if len(tokens):
             indices, weights = indices.reshape(len(tokens), -1), weights.reshape(len(tokens), -1)
         with sharing(None):  # no number of experts or rows is one of places in a sequence
@@ -204,7 +209,7 @@ def adopt(found: Experts, cuts: Mapping[str, Cut], groups: Groups, mesh: Mesh, c
         broadcast(parameter, mesh)
     for listed in lists.values():
         deal(listed, groups.rank("expert"), groups.size("expert"))
-    code = Local(module, (found.count, local), tensor if split else 1, found.lists)
+    code = Local(module, (found.count, local), tensor if split else 1, found.lists, trial=False)
     own, shapes = {}, {}
     for name, parameter in module.named_parameters():
         stack = stack_of(name, lists)

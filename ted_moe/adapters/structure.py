@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from ted_moe.adapters.lists import EACH, alike, lists_in, numbered, problem_of, stacks
-from ted_moe.adapters.trials import TOLD, Cut, Experts, goes_by_weights, numbers_of, sums_its_experts
+from ted_moe.adapters.trials import TOLD, Cut, Experts, goes_by_weights, goes_row_by_row, numbers_of, sums_its_experts
 
 
 def _arguments(module: nn.Module) -> tuple[str, ...]:
@@ -115,7 +115,8 @@ def _understand(name: str, module: nn.Module) -> Experts:
             if sums_its_experts(experts):
                 summed = True
                 if goes_by_weights(experts):
-                    return experts
+                    reason = goes_row_by_row(experts)
+                    return experts if reason is None else refused(reason)
     if summed:
         return refused(
             f"computes something else for equal weights by the number of the expert, as by a buffer, a list or its parity, and another rank's "

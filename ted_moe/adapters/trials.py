@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ TOLD = re.compile(r"(^|_)experts?(_|$)")
 _ROUTING = re.compile(r"per_tok|top_?k|shared|zero|group|first|capacity|bias|hash")
 _INNER = re.compile(r"intermediate|ffn|inner|expert_dim")
 _LAST = re.compile(r"(^|[._])(down|w2|wo|out|output|fc2|c_proj)(_|$|\.)|down_proj")
-_TOKENS, _AT_ONCE = 5, 8
+_TOKENS, _AT_ONCE, _ROWS = 5, 8, 24
 _COPIED = 2**28
 """Elements of which random copies are made at most."""
 
@@ -84,11 +85,20 @@ class Local:
         count: how many the module has, and how many are given here.
         inner: by what its inner features are divided.
         lists: prefixes of the names of lists of experts, of which the first are taken.
+        trial: whether the module's buffers are to stay what they are.
     """
 
-    def __init__(self, module: nn.Module, count: tuple[int, int], inner: int = 1, lists: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        count: tuple[int, int],
+        inner: int = 1,
+        lists: Collection[str] = (),
+        trial: bool = True,
+    ) -> None:
         self._holders: dict[str, nn.Module] = {}
-        self._lists = lists
+        self._before: dict[str, dict[str, Any]] = {}
+        self._lists, self._trial = lists, trial
         self._code = self._copy(module, "", count, inner)
 
     def _copy(self, module: nn.Module, name: str, count: tuple[int, int], inner: int) -> nn.Module:
@@ -107,8 +117,20 @@ class Local:
         whole, here = count
         vars(made).update({key: here for key, value in numbers_of(module, TOLD).items() if value == whole})
         vars(made).update({key: value // inner for key, value in numbers_of(module, _INNER).items()})
+        if self._trial:  # what it does to buffers is not to be seen in the module
+            made._buffers = {key: None if one is None else one.clone() for key, one in module._buffers.items()}
+            self._before[name] = {**vars(module), **module._buffers}
         self._holders[name] = made
         return made
+
+    def changed(self) -> str | None:
+        """The name of a buffer or of an attribute with a tensor that calls have changed; None: there is none."""
+        for name, made in self._holders.items():
+            for key, value in {**vars(made), **made._buffers}.items():
+                before = self._before[name].get(key)
+                if isinstance(value, Tensor) and not (isinstance(before, Tensor) and torch.equal(value, before)):
+                    return f"{name}{key}"
+        return None
 
     def __call__(self, parameters: Mapping[str, Tensor], training: bool, *arguments: Tensor) -> Tensor:
         """Run the module on (hidden, indices, weights) with other parameters, and return its output."""
@@ -158,32 +180,38 @@ def sums_its_experts(experts: Experts) -> bool:
         return False
 
 
+def _equal_experts(experts: Experts, number: int, seed: int) -> dict[str, Tensor]:
+    """Parameters of so many experts of the same random weights, without a copy of them where that can be."""
+    drawn = _draw(experts, 1, torch.Generator().manual_seed(seed))
+    made = {}
+    for name, tensor in drawn.items():
+        if experts.cuts[name].common:
+            made[name] = tensor
+        elif experts.shapes[name][0] == experts.count:
+            made[name] = tensor.expand(number, *tensor.shape[1:])
+        else:  # rows, of which no view repeats one expert's
+            made[name] = tensor.repeat(number, *[1] * (tensor.dim() - 1))
+    return made
+
+
+def _each(experts: Experts, views: bool = True) -> int:
+    """Elements of an expert; without `views` those of which no view repeats one expert's."""
+    named = {name: shape for name, shape in experts.shapes.items() if not experts.cuts[name].common}
+    return sum(math.prod(shape) // experts.count for shape in named.values() if views or shape[0] != experts.count)
+
+
 @torch.no_grad()
 def goes_by_weights(experts: Experts) -> bool:
     """True if experts of equal weights give a token the same whatever their number, and however many there are."""
     module, count = experts.module, experts.count
-    drawn = _draw(experts, 1, torch.Generator().manual_seed(2))
-    parts = {name for name, cut in experts.cuts.items() if not cut.common}
-    rows = {name for name in parts if experts.shapes[name][0] != count}  # of which no view repeats one expert's
-    if sum(drawn[name].numel() for name in rows) * count > _COPIED:
+    if _each(experts, False) * count > _COPIED:
         return True
-
-    def of(number: int) -> dict[str, Tensor]:
-        return {
-            name: tensor.repeat(number, *[1] * (tensor.dim() - 1))
-            if name in rows
-            else tensor.expand(number, *tensor.shape[1:])
-            if name in parts
-            else tensor
-            for name, tensor in drawn.items()
-        }
-
     token = torch.randn(1, experts.features, generator=torch.Generator().manual_seed(3))
     weight = torch.ones(1, 1)
     try:
-        code, parameters = Local(module, (count, count), lists=experts.lists), of(count)
+        code, parameters = Local(module, (count, count), lists=experts.lists), _equal_experts(experts, count, 2)
         expected = Local(module, (count, 1), lists=experts.lists)(
-            of(1), False, token, torch.zeros(1, 1, dtype=torch.int64), weight
+            _equal_experts(experts, 1, 2), False, token, torch.zeros(1, 1, dtype=torch.int64), weight
         )
         chunks = torch.arange(count)[:, None].split(_AT_ONCE)
         outputs = [
@@ -192,6 +220,41 @@ def goes_by_weights(experts: Experts) -> bool:
         return all(_close(got, expected.expand_as(got)) for got in outputs)
     except Exception:  # as above
         return False
+
+
+@torch.no_grad()
+def goes_row_by_row(experts: Experts) -> str | None:
+    """Why a token's output depends on what else an expert is given, in training as well, or on other calls; None: it does not."""
+    count = min(experts.count, _AT_ONCE)
+    if _each(experts, False) * count > _COPIED:
+        return None
+    code = Local(experts.module, (experts.count, count), lists=experts.lists)
+    parameters = _equal_experts(experts, count, 4)
+    # Some take an expert's weights once for each row.
+    rows = _ROWS if _ROWS * _each(experts) <= 4 * _COPIED else _AT_ONCE
+    every = torch.randn(rows, experts.features, generator=torch.Generator().manual_seed(5))
+
+    def made(training: bool, *some: Tensor) -> Tensor:
+        first = torch.zeros(rows, 1, dtype=torch.int64)
+        ones = torch.ones(rows, 1)
+        return torch.cat([code(parameters, training, one, first[: len(one)], ones[: len(one)]) for one in some])
+
+    try:
+        with torch.random.fork_rng([]):
+            for training in (False, True):
+                whole = made(training, every)
+                drawn = training and not torch.equal(whole, made(training, every))
+                if not drawn and not _close(made(training, *every.split(1)), whole):
+                    return (
+                        "gives a token something else beside other tokens, as where an expert has a capacity or a mean over what it is given; let "
+                        "the router drop tokens"
+                    )
+    except Exception:  # as above
+        return "fails in a trial on many tokens of one expert, or on single ones"
+    changed = code.changed()
+    return changed and (
+        f"leaves {changed} behind, which each rank would have of the rows of its own experts alone; leave such numbers to the router, which sees all"
+    )
 
 
 def _close(got: Tensor, expected: Any) -> bool:

@@ -184,6 +184,8 @@ def published(grid: Grid, kinds: tuple[str, ...], every: bool) -> None:
     torch.set_default_dtype(torch.float64)
     mesh = Mesh(grid)
     split = mesh.size("model") > 1
+    if grid.world == 2:
+        longer_than_rotary(mesh)
     if not split:
         compare(partial(hf, "Llama"), partial(two_batches, how="left"), mesh, None, Options())
     for place, kind in enumerate(kinds):
@@ -287,8 +289,77 @@ def packed_beside_a_cache(mesh: Mesh) -> None:
     assert model(ids(tokens=8), position_ids=places).logits.isfinite().all()
 
 
+class Own(Mixer):
+    """A model with a loss of its own, which a model that is not trained yet hardly changes by looking at other tokens."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], beside: bool = False) -> None:
+        super().__init__("places")
+        self.loss, self.beside = loss, beside
+
+    def forward(self, ids: Tensor) -> Any:
+        logits = 0.01 * self.head(self.mixed(self.table(ids)))
+        return (self.loss(logits, ids), logits) if self.beside else self.loss(logits, ids)
+
+
+def shifted(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def moved_up(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), F.pad(ids[:, 1:], (0, 1), value=-100))
+
+
+def by_hand(logits: Tensor, ids: Tensor) -> Tensor:
+    return -logits.log_softmax(-1).gather(-1, ids[..., None]).mean()
+
+
+def placed(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def own_losses(mesh: Mesh) -> None:
+    """Losses that look beyond a share, or not beyond it; and one of what a model gives beside its loss."""
+    for loss, why in (
+        (shifted, "shifts the targets"),
+        (moved_up, "shifts the targets"),
+        (by_hand, "of each rank's own tokens"),
+    ):
+        with pytest.raises(ValueError, match=f"Own cannot share sequences over 2 ranks of z: it .*{why}"):
+            parallelize(seeded(partial(Own, loss)), mesh)(ids())
+    value, logits = parallelize(seeded(partial(Own, placed, True)), mesh)(ids())
+    with pytest.raises(ValueError, match="a loss is computed of what the model gives beside its own loss"):
+        (value + logits.square().mean()).backward()
+
+
+def longer_than_rotary(mesh: Mesh) -> None:
+    """Rotary positions that go by how long sequences are, of which a rank has the last places, or has them not."""
+    short, long = [1.0] * 4, [1.5, 2.0, 2.5, 3.0]
+    for rope in (
+        {"rope_type": "dynamic", "factor": 2.0},
+        {
+            "rope_type": "longrope",
+            "factor": 2.0,
+            "short_factor": short,
+            "long_factor": long,
+            "original_max_position_embeddings": 12,
+        },
+    ):
+        make = partial(
+            hf, "Llama", num_hidden_layers=1, max_position_embeddings=8, rope_parameters={"rope_theta": 1e4, **rope}
+        )
+        compare(make, partial(of_hf, how="plain"), mesh, None, Options())
+
+
+def routed_without_labels(mesh: Mesh) -> None:
+    """A loss of routers alone is none that makes a model's logits anything but those of all tokens."""
+    model = parallelize(hf("Mixtral", **MODELS["Mixtral"]), mesh)
+    assert model(ids(), use_cache=False).logits.shape[1] == TOKENS
+
+
 def refusals() -> None:
     mesh = Mesh(Grid(gz=2, sequence=2))
+    own_losses(mesh)
+    routed_without_labels(mesh)
     refused_later(mesh)
     packed_beside_a_cache(mesh)
     with pytest.raises(

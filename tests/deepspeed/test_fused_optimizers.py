@@ -73,3 +73,17 @@ def test_a_copy_steps_in_tiles_as_the_original(decoupled: bool) -> None:
 def test_what_it_would_keep_beside_its_states_is_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         factory_of(FusedAdam([torch.nn.Parameter(torch.zeros(3))], **given), "samo")
+
+
+class Signed(torch.optim.SGD):
+    """With an argument that is neither among its defaults, nor an attribute of its name."""
+
+    def __init__(self, params: Any, by_sign: bool = False) -> None:
+        super().__init__(params, lr=0.1)
+        self._sign = by_sign
+
+
+def test_a_copy_has_settings_that_are_attributes_alone() -> None:
+    copied = factory_of(Signed([torch.nn.Parameter(torch.zeros(3))], by_sign=True), "samo")
+    made: Any = copied([{"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 0.3}])
+    assert made._sign and made.param_groups[0]["lr"] == 0.3 and len(made.param_groups[0]["params"][0]) == 2

@@ -331,3 +331,73 @@ def test_an_optimizer_is_tried_where_its_name_says_nothing() -> None:
         assert depends_on_others(optimizer) is depends, kind
         assert not calls and not optimizer.state and optimizer.param_groups[0]["params"] == parameters
         assert all(bool((parameter == 1).all()) for parameter in parameters)
+
+
+class Counting(Signs):
+    """Whose rate falls by the number of its calls."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        super().step()
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        return super().direction(p) / self.calls
+
+
+class Remembering(Signs):
+    """Which has its momentum in a dictionary of its own."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
+        super().__init__(parameters, lr)
+        self.sums: dict[torch.Tensor, torch.Tensor] = {}
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        return self.sums.setdefault(p, torch.zeros_like(p)).add_(super().direction(p))
+
+
+class Together(Signs):
+    """Which takes the norm of all gradients into each step, as some LAMBs clip."""
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        assert p.grad is not None
+        squares = [q.grad.square().sum() for group in self.param_groups for q in group["params"]]
+        return p.grad / torch.stack(squares).sum().sqrt()
+
+
+class Noisy(Signs):
+    """Which adds to each step what it draws."""
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        return super().direction(p) + torch.randn_like(p)
+
+
+class Around(Signs):
+    """Which leaves the step to another optimizer."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
+        super().__init__(parameters, lr)
+        self.inner = torch.optim.SGD([p for group in self.param_groups for p in group["params"]], lr)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+@pytest.mark.parametrize("kind", [Counting, Remembering, Together, Noisy, Around])
+def test_an_optimizer_that_cannot_step_parameters_one_after_another_is_refused(kind: Any) -> None:
+    FlatOptimizer(Signs, model()).release()
+    with pytest.raises(ValueError, match=f"{kind.__name__} cannot step parameters one after another"):
+        FlatOptimizer(kind, model())
+
+
+class BySides(Signs):
+    """Which makes the step of a tall matrix longer."""
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        return super().direction(p) * (max(1, p.shape[0] / p.shape[1]) ** 0.5 if p.dim() > 1 else 1)
+
+
+def test_a_step_by_the_sides_of_a_matrix_is_one_of_whole_matrices() -> None:
+    assert not depends_on_others(Counting([nn.Parameter(torch.ones(3, 4))]))  # whose shards are stepped in one call
+    assert depends_on_others(BySides([nn.Parameter(torch.ones(3, 4))]))

@@ -115,6 +115,51 @@ class Numbered(Own):
         return super().forward(x, chosen, weights * self.get_buffer("scales")[chosen])
 
 
+class Full(Own):
+    """Whose experts have room for twice an even share of the rows, or in training alone."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.always = always
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        if not (self.always or self.training):
+            return super().forward(x, chosen, weights)
+        room = max(4, 2 * chosen.numel() // self.num_experts)
+        places = (torch.nn.functional.one_hot(chosen.flatten(), self.num_experts).cumsum(0) - 1).gather(
+            1, chosen.reshape(-1, 1)
+        )
+        return super().forward(x, chosen, weights * (places.view_as(chosen) < room))
+
+
+class Counting(Own):
+    """Which counts its tokens for a router, or leaves a loss for the model."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.spread = where, 0.0
+        self.register_buffer("load", torch.zeros(4))
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        if self.where == "load":
+            self.get_buffer("load").add_(torch.bincount(chosen.flatten(), minlength=4)[:4])
+        else:
+            self.spread = weights.square().sum()  # type: ignore[assignment]
+        return super().forward(x, chosen, weights)
+
+
+def test_experts_whose_outputs_hang_on_other_rows_or_that_leave_numbers_are_refused() -> None:
+    for experts, reason in (
+        (Full(True), "gives a token something else beside other tokens"),
+        (Full(False), "gives a token something else beside other tokens"),
+        (Counting("load"), "leaves load behind"),
+        (Counting("spread"), "leaves spread behind"),
+    ):
+        (found,) = find(nn.ModuleDict({"experts": experts})).values()
+        assert found.refusal is not None and reason in found.refusal
+        assert not any(bool(buffer.any()) for buffer in experts.buffers())
+
+
 class Inline(nn.Module):
     """A mixture whose experts are matrices of its own."""
 
@@ -157,6 +202,13 @@ def test_what_looks_like_a_mixture_is_not_trained_as_dense_in_silence(mixture: t
         experts_of(nn.ModuleDict({"mixed": mixture()}))
 
 
+def test_parameters_that_two_layers_have_are_refused() -> None:
+    model = nn.ModuleDict({"first": Own(), "second": Own()})
+    model["second"].w1 = model["first"].w1
+    with pytest.raises(ValueError, match="layer first has a parameter that second has, too"):
+        experts_of(model)
+
+
 def test_layers_beside_a_head_are_no_mixture() -> None:
     assert (
         suspect(nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), "head": nn.Linear(8, 4)}))
@@ -191,6 +243,21 @@ class Scaled(Own):
         return super().forward(x * self.before, chosen, weights * self.each[chosen]) * self.after * self.all
 
 
+def routes_of_sequences() -> str:
+    """The words of a call with experts for each of two sequences of four tokens."""
+    groups, mesh = ted_moe.Groups(ted_moe.Topology(4, 2, 2)), Mesh(Grid(gx=2, gz=2))
+    model = nn.ModuleDict({"experts": Own()})
+    (experts,) = find(model).values()
+    adopt(experts, experts.cuts, groups, mesh, Choices())
+    said = ""
+    try:
+        model["experts"](torch.randn(2, 4, 8), torch.zeros(2, 4, dtype=torch.int64), torch.rand(2, 4))
+    except ValueError as error:
+        said = str(error)
+    mesh.destroy()
+    return said
+
+
 def shared_gradients() -> float:
     """The largest difference to one process of a gradient of `Scaled`, its experts dealt out over two ranks and split over two."""
     groups, mesh = ted_moe.Groups(ted_moe.Topology(4, 2, 2)), Mesh(Grid(gx=2, gz=2))
@@ -218,8 +285,8 @@ def shared_gradients() -> float:
     return max(found)
 
 
-def counted_and_compared() -> tuple[dict[str, tuple[dict, int, int]], float]:
-    return counted(), shared_gradients()
+def counted_and_compared() -> tuple[dict[str, tuple[dict, int, int]], float, str]:
+    return counted(), shared_gradients(), routes_of_sequences()
 
 
 def counted() -> dict[str, tuple[dict, int, int]]:
@@ -257,8 +324,8 @@ def counted() -> dict[str, tuple[dict, int, int]]:
 
 def test_bytes_of_a_layer_are_those_of_chapter_7_and_what_experts_share_has_its_whole_gradient() -> None:
     row = 8 * 4
-    for found, apart in run_ranks(counted_and_compared, 4):
-        assert apart < 1e-10
+    for found, apart, said in run_ranks(counted_and_compared, 4):
+        assert apart < 1e-10 and "was given 8 tokens and experts of 2" in said
         sent = {name: calls["all_to_all", "expert"] for name, (calls, _, _) in found.items()}
         assert sent["all sent"][0] == 14 * row and sent["dropped"][0] == 7 * row
         assert len(sent["all sent"]) == len(sent["dropped"]) == len(sent["kept"]) == 4 and len(sent["again"]) == 6

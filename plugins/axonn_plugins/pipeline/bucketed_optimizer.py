@@ -14,7 +14,7 @@ from axonn_plugins.optim.lending import TiledStep, share_options
 from axonn_plugins.optim.tiles import Slots, settle, visit
 from axonn_plugins.pipeline.host_store import ALIGNED, HostStore, ranges, stores_of
 from axonn_plugins.pipeline.reduction import Chunk, averaged, chunks_of
-from axonn_tp.comm.optimizer_trial import examine
+from axonn_tp.comm.optimizer_trial import examine, require_one_by_one
 from ted_moe.tiled_optimizer import Factory, TiledOptimizer
 
 BUCKET = 16_000_000
@@ -90,6 +90,7 @@ class BucketedOptimizer(TiledOptimizer):
 
     def _examine(self, group: dict[str, Any]) -> None:
         number = next(n for n, mine in enumerate(self.inner.param_groups) if mine is group)
+        require_one_by_one(self.inner, group)
         for store in self._stores:
             masters = [s.master for s in store.segments if s.master.dim() and s.master.numel()]
             if store.group != number or not masters:

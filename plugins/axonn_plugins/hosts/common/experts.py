@@ -34,6 +34,7 @@ def experts_of(model: nn.Module, apart: Collection[str] = ()) -> dict[str, Exper
         if experts.refusal is not None:
             raise ValueError(f"{experts.refusal}; leave ted out, or give the experts a module that is called so")
     _refuse_adapters(model, found)
+    _refuse_shared(model, found)
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     told = {key: value for key, value in getattr(config, "__dict__", {}).items() if _COUNTS.match(key)}
@@ -66,6 +67,27 @@ def _refuse_adapters(model: nn.Module, found: Collection[str]) -> None:
                 f"layer {around} ({type(wrapper).__name__}) adapts {wrapper.parameter_name} of all experts at once, and a rank has "
                 "some of them; leave the experts out of target_parameters, or leave ted out"
             )
+
+
+def _refuse_shared(model: nn.Module, found: Mapping[str, Experts]) -> None:
+    """Refuse experts with a parameter that another layer has, too, which would be cut once for each.
+
+    Raises:
+        ValueError: there is one.
+    """
+    holders = {
+        name: module
+        for name, module in model.named_modules()
+        if any(p is not None for p in module._parameters.values())
+    }
+    for name, experts in found.items():
+        own, inside = {id(p) for p in experts.module.parameters()}, {id(one) for one in experts.module.modules()}
+        for other, module in holders.items():
+            if id(module) not in inside and any(id(p) in own for p in module._parameters.values()):
+                raise ValueError(
+                    f"layer {name} has a parameter that {other} has, too, and experts are dealt out layer by layer; give both the same module, or each "
+                    "parameters of its own"
+                )
 
 
 def _is_mixture(model: nn.Module) -> bool:

@@ -10,9 +10,17 @@ import torch
 from axonn_plugins.optim.by_parameter import reason_against
 from axonn_plugins.optim.whole.rules import AsItIs, Muon, Rule
 from axonn_tp import Mesh, layout_of
-from axonn_tp.comm.optimizer_trial import examine, make_optimizer
+from axonn_tp.comm.optimizer_trial import examine, make_optimizer, require_one_by_one
 
 Groups = list[dict[str, Any]]
+_SHAPES = {
+    1: ([24], [40]),
+    2: ([6, 4], [5, 8]),
+    3: ([2, 6, 4], [3, 5, 8]),
+    4: ([6, 4, 3, 2], [5, 8, 1, 2]),
+    5: ([6, 4, 3, 2, 2], [5, 8, 1, 2, 3]),
+}
+"""Of parameters on which an optimizer is tried, by their dims."""
 
 
 def make_inner(
@@ -55,6 +63,10 @@ def _rule(
     known = own(options) if own is not None else Muon() if type(inner) is getattr(torch.optim, "Muon", None) else None
     if known is not None and mesh is not None:
         return known
+    shapes = [
+        shape for dims in sorted({len(layout_of(p).shape) for p in group["params"]}) for shape in _SHAPES.get(dims, ())
+    ]
+    require_one_by_one(inner, options, shapes)
     try:
         kinds = {
             (p.device, torch.promote_types(p.dtype, torch.float32), len(layout_of(p).shape)) for p in group["params"]

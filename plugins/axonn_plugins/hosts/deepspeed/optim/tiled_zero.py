@@ -19,7 +19,7 @@ from torch import Tensor
 from axonn_plugins.config import Axonn, ConfigError
 from axonn_plugins.hosts.deepspeed.sections import needs_whole_matrices
 from axonn_plugins.optim.lending import Loan, TiledStep, parts_of
-from axonn_tp.comm.optimizer_trial import StepMemory, examine
+from axonn_tp.comm.optimizer_trial import StepMemory, examine, require_one_by_one
 
 
 class TiledZeroOptimizer(DeepSpeedZeroOptimizer):
@@ -38,8 +38,9 @@ class TiledZeroOptimizer(DeepSpeedZeroOptimizer):
         self._norm: Any = None
         try:
             for group, weights in enumerate(self.single_partition_of_fp32_groups):
-                state = self.optimizer.state.get(weights, {})
-                self._memory[group] = examine(self.optimizer, self.optimizer.param_groups[group], weights, state)
+                state, options = self.optimizer.state.get(weights, {}), self.optimizer.param_groups[group]
+                require_one_by_one(self.optimizer, options)
+                self._memory[group] = examine(self.optimizer, options, weights, state)
         except ValueError as error:
             raise ConfigError(f"axonn.ted.tile_size = {self.tile_size}: {error}") from None
 

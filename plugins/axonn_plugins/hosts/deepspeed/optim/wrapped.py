@@ -16,6 +16,7 @@ from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.deepspeed.optim.lamb import Lamb
 from axonn_plugins.hosts.deepspeed.optim.muon import MuonWithAdam, muon
 from axonn_plugins.optim.loss_scale import LossScale
+from axonn_tp.comm.optimizer_trial import copy_without_state
 
 Groups = list[dict[str, Any]]
 # What DeepSpeed's Adams know and torch's do not.
@@ -103,7 +104,11 @@ def factory_of(
             f"the optimizer has step hooks, and {key} makes another one of its kind, which would not call them; register them on "
             "engine.optimizer"
         )
-    settings = {**_beside_defaults(optimizer, key), **optimizer.defaults}
+    _refuse_own_weights(optimizer, key)
+    if not kind.__module__.startswith(("deepspeed.", "torch.optim.")) and not hasattr(kind, "__del__"):
+        # Its arguments need not be among its defaults, nor be called as its attributes are.
+        return lambda groups: copy_without_state(optimizer, groups)
+    settings = dict(optimizer.defaults)
     if kind.__module__.startswith("deepspeed.") and kind.__name__ == "MuonWithAuxAdam":
         kind, settings = MuonWithAdam, {"adam_w_mode": getattr(optimizer, "adam_w_mode", True)}
         _without_deepspeeds(optimizer.param_groups)
@@ -131,11 +136,11 @@ def factory_of(
     return lambda groups: kind(groups, **settings)  # type: ignore[arg-type]
 
 
-def _beside_defaults(optimizer: torch.optim.Optimizer, key: str) -> dict[str, Any]:
-    """Arguments that an optimizer keeps as attributes alone, as the FusedAdam of apex and Transformer Engine does its `adam_w_mode`.
+def _refuse_own_weights(optimizer: torch.optim.Optimizer, key: str) -> None:
+    """Refuse what tiles would not find, as the FusedAdam of apex and Transformer Engine keeps it where it is told.
 
     Raises:
-        ConfigError: one of them has it keep what tiles would not find; `key` is who runs it.
+        ConfigError: there is such; `key` is who runs it.
     """
     own = vars(optimizer)
     held = {name: own[name] for name in ("master_weights", "use_decoupled_grad") if own.get(name)}
@@ -150,8 +155,6 @@ def _beside_defaults(optimizer: torch.optim.Optimizer, key: str) -> dict[str, An
             f"the optimizer {type(optimizer).__name__} has {name} = {value}, and {key} keeps float32 weights, gradients and states itself; "
             "leave it out"
         )
-    names = inspect.signature(type(optimizer)).parameters
-    return {name: own[name] for name in names if isinstance(own.get(name), (bool, int, float, str))}
 
 
 def _without_deepspeeds(groups: Groups) -> None:
