@@ -279,7 +279,7 @@ def require_one_by_one(
     if tried and not _steps_one_by_one(optimizer, options, shapes):
         raise ValueError(
             f"{type(optimizer).__name__} cannot step parameters one after another, of which ranks or tiles have parts: it takes a norm or a rate of all "
-            "together, counts its calls in an attribute, keeps states outside of optimizer.state, draws random numbers, or steps by another optimizer; "
+            "together, counts its calls in an attribute, keeps states outside of optimizer.state, or draws random numbers; "
             "keep counts in param_groups and all else in optimizer.state, or use one such as AdamW"
         )
 
