@@ -74,7 +74,11 @@ def _take_over() -> None:
     if _taken:
         return
     _taken.append(True)
-    replaced = {"_get_total_norm": _of_owners, "_clip_grads_with_norm_": _asking, "clip_grad_value_": _asking_of_values}
+    replaced: dict[str, Callable[[Any], Any]] = {
+        "_get_total_norm": _of_owners,
+        "_clip_grads_with_norm_": _asking,
+        "clip_grad_value_": _asking_of_values,
+    }
     for name, replace in replaced.items():
         original: Any = getattr(clip_grad, name)
         free = original.__code__.co_freevars
