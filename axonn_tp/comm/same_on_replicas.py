@@ -1,26 +1,30 @@
 """Ranks that differ in x and y alone compute on the same samples with the same random numbers: looked at in fewer and fewer training passes.
 
 A loop that was written for data parallelism gives each rank samples and a seed of its own, and split layers would mix these up without a word. Other samples
-are refused; random states are made that of the first rank. It goes by the group's store, so that a pass has no collective more.
+are refused; random states are made that of the first rank. A host that compares each call itself turns this off (`leave_to_host`).
 """
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from axonn_tp.comm.unplanned_gradients import differing_axes, sketch
+from axonn_tp.comm.collectives import all_gather
+from axonn_tp.comm.unplanned_gradients import BINS, differing_axes, sketch
 from axonn_tp.grid.mesh import Mesh
 
-_looks: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+def leave_to_host(model: nn.Module) -> None:
+    """Look at none of a split model's passes."""
+    forward: Any = getattr(model, "axonn_forward", None)
+    if forward is not None:
+        forward.same.looks = False
 
 
 class SameOnReplicas:
@@ -28,10 +32,13 @@ class SameOnReplicas:
 
     Args:
         mesh: the mesh.
+
+    Attributes:
+        looks: False where a host does.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh, self._passes = mesh, 0
+        self._mesh, self._passes, self.looks = mesh, 0, mesh.size("model") > 1
 
     def begin(self, given: Any) -> None:
         """A pass begins; every rank calls it.
@@ -43,13 +50,12 @@ class SameOnReplicas:
             ValueError: ranks of x or y have others; the same on all of them.
         """
         self._passes += 1
-        if self._mesh.size("model") == 1 or self._passes & (self._passes - 1):
+        if not self.looks or self._passes & (self._passes - 1):
             return
-        group, states = self._mesh.group("model"), _states(self._mesh.device)
-        cards = _exchanged(
-            group, {"inputs": _sketch_of(tree_leaves(given)).tolist(), "states": [_of(state) for state in states]}
-        )
-        sketches = torch.tensor([card["inputs"] for card in cards], dtype=torch.float64)
+        states = _states(self._mesh.device)
+        digests = torch.tensor([zlib.crc32(state.numpy().tobytes()) for state in states], dtype=torch.float64)
+        mine = torch.cat([_sketch_of(tree_leaves(given)), digests])[None].to(self._mesh.device)
+        sketches, digests = all_gather(mine, self._mesh, "model").cpu().split([BINS, len(states)], 1)
         axes = [axis for axis in differing_axes(sketches, self._mesh.size("x")) if self._mesh.size(axis) > 1]
         if axes:
             raise ValueError(
@@ -57,12 +63,12 @@ class SameOnReplicas:
                 "compute on the same samples; have all ranks read the same batch and give the model mesh.shard_batch(batch), or read by "
                 'mesh.rank("readers") of mesh.size("readers")'
             )
-        if any(card["states"] != cards[0]["states"] for card in cards):
-            _take_first(group, states, self._mesh.device)
+        if (digests != digests[0]).any():
+            _take_first(self._mesh.group("model"), states, self._mesh.device)
 
 
 def _sketch_of(leaves: Iterable[Any]) -> Tensor:
-    found = torch.zeros(64, dtype=torch.float64)
+    found = torch.zeros(BINS, dtype=torch.float64)
     for number, leaf in enumerate(leaves):
         # What needs a gradient was computed, as a share maybe, by another model.
         if type(leaf) is Tensor and not leaf.requires_grad and leaf.layout is torch.strided and not leaf.is_meta:
@@ -72,20 +78,6 @@ def _sketch_of(leaves: Iterable[Any]) -> Tensor:
 
 def _states(device: torch.device) -> list[Tensor]:
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-def _of(state: Tensor) -> int:
-    return zlib.crc32(state.numpy().tobytes())
-
-
-def _exchanged(group: dist.ProcessGroup, card: dict[str, Any]) -> list[dict[str, Any]]:
-    """The cards of all ranks of a group."""
-    store = dist.distributed_c10d._get_process_group_store(group)
-    number = _looks[group] = _looks.get(group, 0) + 1
-    store.set(f"axonn same {number} {group.rank()}", json.dumps(card))
-    found = [json.loads(store.get(f"axonn same {number} {rank}")) for rank in range(group.size())]
-    store.delete_key(f"axonn same {number - 1} {group.rank()}")  # which all have read that are here
-    return found
 
 
 def _take_first(group: dist.ProcessGroup, states: list[Tensor], device: torch.device) -> None:

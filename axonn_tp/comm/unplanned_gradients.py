@@ -22,7 +22,7 @@ GRADIENTS_OF_GRADIENTS = (
     "cannot be told to be that of a share or of the whole; leave the pair that uses them out of the plan (for a stream: layout = 'replicated'), or take "
     "gradients of gradients of the model's inputs alone"
 )
-_BINS = 64
+BINS = 64
 _CHUNK = 2**20
 
 
@@ -32,11 +32,11 @@ def sketch(gradient: Tensor) -> Tensor:
     The gradient itself where it has no more elements; else a random projection (Charikar et al. 2002, count sketch), the same
     on every rank.
     """
-    found = torch.zeros(_BINS, dtype=torch.float64, device=gradient.device)
+    found = torch.zeros(BINS, dtype=torch.float64, device=gradient.device)
     generator = torch.Generator().manual_seed(0)
     gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
     for part in gradient.detach().flatten().split(_CHUNK):
-        rows = nn.functional.pad(part.double(), (0, -part.numel() % _BINS)).view(-1, _BINS)
+        rows = nn.functional.pad(part.double(), (0, -part.numel() % BINS)).view(-1, BINS)
         signs = torch.randint(2, (len(rows),), generator=generator, dtype=torch.float64) * 2 - 1
         found += signs.to(rows.device) @ rows
     return found

@@ -25,6 +25,7 @@ from axonn_plugins.hosts.common import digests, replicas
 from axonn_plugins.hosts.common.agreement import on_ranks
 from axonn_plugins.hosts.common.digests import GENERATORS, Sketch
 from axonn_tp import Grid, Mesh, layout_of
+from axonn_tp.comm.same_on_replicas import leave_to_host
 from axonn_tp.layers.weight import SplitWeight
 
 _AXES = ("x", "y", "z", "data")
@@ -54,6 +55,7 @@ class ReplicaWatch:
         self.mesh, self.every, self.broadcast, self.stage = mesh, every, broadcast, stage
         self.steps = 0
         self._model = model
+        leave_to_host(model)
         split = [module for module in model.modules() if isinstance(module, SplitWeight)]
         self._gathers = list({id(module.gathers): module.gathers for module in split}.values())
         self._told: set[str] = set()
