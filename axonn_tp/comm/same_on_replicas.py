@@ -7,6 +7,7 @@ are refused; random states are made that of the first rank. It goes by the group
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from axonn_tp.comm.unplanned_gradients import differing_axes, sketch
 from axonn_tp.grid.mesh import Mesh
 
+_LONGEST_NAP = 0.05
 _looks: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
@@ -83,7 +85,13 @@ def _exchanged(group: dist.ProcessGroup, card: dict[str, Any]) -> list[dict[str,
     store = dist.distributed_c10d._get_process_group_store(group)
     number = _looks[group] = _looks.get(group, 0) + 1
     store.set(f"axonn same {number} {group.rank()}", json.dumps(card))
-    found = [json.loads(store.get(f"axonn same {number} {rank}")) for rank in range(group.size())]
+    keys = [f"axonn same {number} {rank}" for rank in range(group.size())]
+    deadline, nap = time.monotonic() + store.timeout.total_seconds(), 0.0005
+    # A client that waits inside the store keeps this process's other threads from it.
+    while not store.check(keys) and time.monotonic() < deadline:
+        time.sleep(nap)
+        nap = min(2 * nap, _LONGEST_NAP)
+    found = [json.loads(store.get(key)) for key in keys]
     store.delete_key(f"axonn same {number - 1} {group.rank()}")  # which all have read that are here
     return found
 
