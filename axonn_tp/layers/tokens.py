@@ -112,6 +112,7 @@ def followed(
 
 
 _found: dict[tuple, bool] = {}
+_Operator = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
 def _each_by_itself(
@@ -122,6 +123,7 @@ def _each_by_itself(
     size = given.shape[tokens.dim] if given.dim() >= -tokens.dim else 0
     in_place = made is given or (name.endswith("_") and (name.startswith("__i") or not name.endswith("__")))
     repeats = not in_place and function not in DRAWING and "empty" not in name and kwargs.get("out") is None
+    repeats &= not isinstance(function, _Operator)  # as collectives are
     if not repeats or size < 2 or not given.is_floating_point():
         return True
     rest = tree_map(lambda one: None if one is given else _described(one), (args, kwargs))
