@@ -157,6 +157,8 @@ def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) in BY_ELEMENT or not _of_python(optimizer):
         return False
+    if held := _held(optimizer):  # whose step a trial of this one would make
+        return any(looks_at_whole_matrices(one) for one in held)
     try:
         for group in optimizer.param_groups:
             kinds = {(p.device, torch.promote_types(p.dtype, torch.float32), p.dim()) for p in group["params"]}
@@ -193,6 +195,11 @@ def _of_python(optimizer: torch.optim.Optimizer) -> bool:
     """False if another library's kernel steps, or something ends with the optimizer, which a copy would end too."""
     kind = type(optimizer)
     return kind.__module__.partition(".")[0] not in _KERNELS and not hasattr(kind, "__del__")
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that one leaves its step to, as Lookahead and SAM do."""
+    return [one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
 
 
 def copy_without_state(
@@ -232,7 +239,7 @@ def require_one_by_one(
         ValueError: it does something else then.
     """
     tried = _of_python(optimizer) and type(optimizer) not in BY_ELEMENT
-    if tried and not _steps_one_by_one(optimizer, options, shapes):
+    if tried and (_held(optimizer) or not _steps_one_by_one(optimizer, options, shapes)):
         raise ValueError(
             f"{type(optimizer).__name__} cannot step parameters one after another, of which ranks or tiles have parts: it takes a norm or a rate of all "
             "together, counts its calls in an attribute, keeps states outside of optimizer.state, draws random numbers, or steps by another optimizer; "
