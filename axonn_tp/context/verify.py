@@ -140,7 +140,7 @@ def verify(
             problem = apart and _SEEN.format(apart)
     runs.forget()
     own = _losses_apart(given, runs.mesh)
-    told = problem or (own and _SEEN.format(own))
+    told: str | None = problem or (own and _SEEN.format(own))
     for axis in ("z", "model"):
         everyone: list[str | None] = [None] * runs.mesh.size(axis)
         dist.all_gather_object(everyone, told, group=runs.mesh.group(axis))

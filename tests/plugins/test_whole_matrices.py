@@ -393,6 +393,15 @@ def test_an_optimizer_that_cannot_step_parameters_one_after_another_is_refused(k
         FlatOptimizer(kind, model())
 
 
+def test_a_trial_makes_no_step_of_another_optimizer() -> None:
+    weights = nn.Parameter(torch.ones(3, 4))
+    weights.grad = torch.ones(3, 4)
+    around = Around([weights])
+    assert not depends_on_others(around) and bool((weights == 1).all())
+    around.inner = Bounded([weights])  # type: ignore[assignment]
+    assert depends_on_others(around) and bool((weights == 1).all())
+
+
 class BySides(Signs):
     """Which makes the step of a tall matrix longer."""
 

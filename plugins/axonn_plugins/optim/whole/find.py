@@ -20,7 +20,7 @@ _SHAPES = {
     4: ([6, 4, 3, 2], [5, 8, 1, 2]),
     5: ([6, 4, 3, 2, 2], [5, 8, 1, 2, 3]),
 }
-"""Of parameters on which an optimizer is tried, by their dims."""
+"""Shapes of parameters on which an optimizer is tried, by their dims."""
 
 
 def make_inner(
