@@ -46,7 +46,8 @@ class CheckedCheckpoints(DeepSpeedEngine):
         Raises:
             ConfigError: a file that cannot be written.
         """
-        failed, save = [], self.checkpoint_engine.save
+        failed: list[str] = []
+        save = self.checkpoint_engine.save
 
         def held_back(state_dict: Any, path: str) -> None:
             try:
