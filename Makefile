@@ -38,9 +38,14 @@ test: style compiler ## lint, and run the tests; make test ARGS="-k mesh"
 suite:
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=1 $(ARGS)
 
-docs: $(READY) ## build the documentation into the folder site, without network once its tools are there
-	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[docs]'
+docs: $(VENV)/.docs ## build the documentation into the folder site, without network once its tools are there
 	$(BIN)/python docs/code/build.py
+
+# The tools alone: with the package, pip would build it anew each time, and look all that it stands on up.
+EXTRA := from configparser import ConfigParser as C; c = C(); c.read("setup.cfg"); print(*c["options.extras_require"]["docs"].split())
+$(VENV)/.docs: $(READY)
+	$(BIN)/pip install -q --no-compile -c constraints.txt $$($(BIN)/python -c '$(EXTRA)')
+	@touch $@
 
 wheel: $(READY) ## build sdist and wheel into dist, and check the wheel alone in a bare environment
 	$(BIN)/python -m tests.release.wheel

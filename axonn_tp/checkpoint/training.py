@@ -156,7 +156,16 @@ def _write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks, keep_last: 
     own = {name: tensors[name] for name, shard in shards.items() if ranks.apart or shard.layout.home}
     draws, aside = notes["random"], files.aside(folder)
     writers = None if draws is None else writers_of(draws, ranks.group)
-    written = ranks.together(lambda: write_random_state(aside, draws, writers, ranks.rank) if writers else {})
+
+    def said(work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"checkpoint {folder} was not written, for rank {ranks.rank} had {error!r}") from None
+
+    written = ranks.together(
+        lambda: said(lambda: write_random_state(aside, draws, writers, ranks.rank)) if writers else {}
+    )
     gathered = ranks.collect((writer.sums | written, own))
 
     def complete() -> None:
@@ -169,7 +178,7 @@ def _write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks, keep_last: 
         if keep_last is not None:
             files.drop_old(folder, keep_last)
 
-    ranks.together(complete, only=0)
+    ranks.together(lambda: said(complete), only=0)
 
 
 class Reading:

@@ -136,7 +136,7 @@ class Streamed(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what = what
-        self.table, self.norm = nn.Embedding(10, 8), nn.LayerNorm(8)
+        self.table, self.places, self.norm = nn.Embedding(10, 8), nn.Embedding(99, 8), nn.LayerNorm(8)
         self.up, self.down, self.gate, self.head = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 1), nn.Linear(8, 10)
         self.scale = nn.Parameter(torch.ones(8))
 
@@ -150,18 +150,20 @@ class Streamed(nn.Module):
             "mean": lambda: x + inner - inner.mean(-1, keepdim=True),
             "parameter": lambda: x + inner * self.scale,
             "tokens": lambda: x + inner.cumsum(-2),
+            # Places counted in a share are those of another rank.
+            "places": lambda: x + inner + self.places(torch.arange(x.shape[-2])),
             "returned": lambda: x + inner,
         }
         x = between[self.what]()
         return (self.head(x), x) if self.what == "returned" else self.head(x)
 
 
-@pytest.mark.parametrize("what", ["nothing", "gate", "mean", "parameter", "tokens", "returned"])
+@pytest.mark.parametrize("what", ["nothing", "gate", "mean", "parameter", "tokens", "places", "returned"])
 def test_a_stream_is_split_only_where_that_is_proven(what: str) -> None:
     plan, report = auto_plan(Streamed(what), Grid(2, 2))
     assert {name for name, layer in plan.items() if layer.kind in ("normal", "transposed")} == {"up", "down"}
-    assert bool(kinds(plan)["embedding"]) == (what in ("nothing", "tokens")), report
-    if what in ("nothing", "tokens"):
-        assert plan["table"].whole_tokens == (what == "tokens"), report
+    assert bool(kinds(plan)["embedding"]) == (what in ("nothing", "tokens", "places")), report
+    if what in ("nothing", "tokens", "places"):
+        assert plan["table"].whole_tokens == (what != "nothing"), report
     else:
         assert "is whole on every rank: " in report.note

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from axonn_plugins.config import Ted
+from axonn_plugins.hosts.common.split_states import split_states
 from axonn_plugins.hosts.deepspeed.ted.layers import passing_by
 from axonn_plugins.hosts.deepspeed.ted.on_mesh import find_split, split_with_experts
 from axonn_recipes.models.gpt import GPT
 from axonn_tp import GradientReducer, Grid, Mesh, Options, checkpoint, factorisations, first_difference, sync_gradients
+from axonn_tp.grid.layout import Layout
 from tests import groups
 from tests.axonn_tp.test_exports import refusal
 from tests.compose.experts_on_mesh import (
@@ -291,3 +294,15 @@ def test_a_plan_is_verified_with_and_without_experts() -> None:
 def test_a_checkpoint_is_read_on_other_ranks(tmp_path: Path, same: bool) -> None:
     for found in run_ranks(resumed, 4, str(tmp_path / "checkpoint"), same):
         assert max(found.values()) < TOLERANCE, found
+
+
+def test_states_that_come_with_experts_are_cut_on_their_own_grid() -> None:
+    """As Adagrad's, which are there before the first step."""
+    weight = nn.Parameter(torch.zeros(4, 3))
+    weight.axonn_layout = Layout((8, 3), split=((0, "x"),), grid=Grid(gx=2))  # type: ignore[attr-defined]
+    optimizer = torch.optim.Adagrad([weight])
+    optimizer.state[weight]["sum"] = torch.arange(24.0).view(8, 3)
+    other = SimpleNamespace(grid=Grid(gx=2), coordinates={"x": 1, "y": 0, "z": 0, "data": 0})
+    mesh: Any = SimpleNamespace(grid=Grid(gy=2), coordinates={"x": 0, "y": 1, "z": 0, "data": 0}, over=lambda _: other)
+    split_states(optimizer, mesh)
+    assert torch.equal(optimizer.state[weight]["sum"], torch.arange(12.0, 24.0).view(4, 3))

@@ -116,6 +116,22 @@ def test_files_are_read_as_deepspeed_reads_them(write: Any, capsys: pytest.Captu
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": {}}}},
             "scheduler.params.warmup_max_lr = {} is not a number",
         ),
+        (8, {"optimizer": {"type": "AdamWW"}}, "none of DeepSpeed's and torch's; the nearest is \"AdamW\""),
+        *(
+            (8, {"optimizer": {"type": kind, "params": params}, "zero_optimization": {"stage": stage}}, words)
+            for kind, params, stage, words in (
+                (
+                    "AdamW",
+                    {"lr": 0.1, "momentun": 0.9},
+                    0,
+                    "params of AdamW: got an unexpected keyword argument 'momentun'",
+                ),
+                ("Adam", {"wd": 0.1}, 1, "params of Adam: got an unexpected keyword argument 'wd'"),
+                ("SGD", {"lr": -1}, 0, "params of SGD: Invalid learning rate: -1"),
+                ("Muon", {"momentun": 0.9}, 0, "params of Muon: it has no momentun, but lr, momentum"),
+                ("Adam", {"max_grad_norm": 1.0}, 0, "max_grad_norm is read by no optimizer; write gradient_clipping"),
+            )
+        ),
         (8, {"bf16": True}, "bf16 = true is not an object"),
         (
             8,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from axonn_plugins.autoload import activate
@@ -107,6 +109,22 @@ def flipped(data: bytes) -> bytes:
     return data[:at] + bytes(byte ^ 0xFF for byte in data[at : at + 2]) + data[at + 2 :]
 
 
+def with_full_disk(look: Callable[[], Any]) -> Any:
+    """Look while rank 0 can write no file of DeepSpeed's."""
+    save = torch.save
+
+    def write(what: Any, to: Any, *rest: Any, **keywords: Any) -> None:
+        if dist.get_rank() == 0 and str(to).endswith("_states.pt"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(what, to, *rest, **keywords)
+
+    torch.save = write
+    try:
+        return look()
+    finally:
+        torch.save = save
+
+
 def looked(path: str, folder: Path) -> dict[str, Any]:
     engine = PATHS[path]()
     engine.save_checkpoint(str(folder), "one", client_state={"note": 7})
@@ -116,6 +134,7 @@ def looked(path: str, folder: Path) -> dict[str, Any]:
         for file in sorted(folder.rglob("*"))
         if file.is_file() and file.name != "axonn_latest"  # empty
     }
+    answers["full"] = with_full_disk(partial(told, engine.save_checkpoint, str(folder), "two"))
     answers["in the end"] = load()
     return answers
 
@@ -153,6 +172,7 @@ def otherwise(folder: Path) -> dict[str, Any]:
         "name": str(states.relative_to(folder / "two")),
     }
     gone["ranks differ"] = load(tag="one" if dist.get_rank() else "two")
+    gone["a file"] = told(engine.save_checkpoint, str(folder / "latest"), "one")
     gone["saves differ"] = told(engine.save_checkpoint, str(folder), "one" if dist.get_rank() else "two")
     return gone
 
@@ -177,8 +197,10 @@ def agreed(ranks: list[dict[str, Any]], part: str, case: str) -> str:
 
 @pytest.mark.parametrize("path", names(PATHS, EVERY_RUN))
 def test_every_file(path: str, ranks: list[dict[str, Any]]) -> None:
-    files = [name for name in ranks[0][path] if name != "in the end"]
+    files = [name for name in ranks[0][path] if name not in ("full", "in the end")]
     assert len(files) > 4
+    # What is split is in no file of DeepSpeed's.
+    assert "tensor" in path or "cannot be written (No space left on device); make room" in agreed(ranks, path, "full")
     assert agreed(ranks, path, "in the end") == "loaded"
     for name in files:
         answer = agreed(ranks, path, name)
@@ -204,6 +226,7 @@ def test_every_file(path: str, ranks: list[dict[str, Any]]) -> None:
         ("by tag", "loaded"),
         ("ranks differ", "rank 1 would load 'one' and rank 0 'two'"),
         ("saves differ", "rank 1 saves "),
+        ("a file", '/latest" cannot be used: File exists; give another'),
     ],
 )
 def test_otherwise(case: str, words: str, ranks: list[dict[str, Any]]) -> None:

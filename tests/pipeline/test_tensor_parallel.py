@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from axonn_plugins.autoload import activate
 from axonn_plugins.config import ConfigError
+from axonn_plugins.hosts.deepspeed.pipeline.stage_split import _check_pairs
 from axonn_plugins.pipeline import watch
 from tests.distributed import run_ranks
 from tests.matrix import thorough
@@ -223,6 +226,22 @@ def test_precisions_checkpoints_and_mistakes(half: str, rounding: float, tmp_pat
         for name, words in found["mistakes"].items():
             assert all(word in words for word in WORDS[name]), f"{name}: {words}"
     assert (tmp_path / "half way" / "axonn" / "complete").is_file()
+
+
+@pytest.mark.parametrize(
+    ("layers", "alone"),
+    [
+        ("0.up normal, 0.down transposed, 0.gate normal", ""),  # as declared, not as called
+        ("0.down transposed, 0.up normal, 1 normal, 2 transposed", ""),
+        ("0 normal, 1 transposed, 2 normal", "2"),
+        ("1.down transposed, 2 normal, 3 transposed", "1.down"),
+    ],
+)
+def test_half_a_pair_is_told_whatever_the_order_of_declaration(layers: str, alone: str) -> None:
+    placements: Any = [SimpleNamespace(name=each.split()[0], kind=each.split()[1]) for each in layers.split(", ")]
+    module: Any = SimpleNamespace(stage_id=0)
+    with pytest.raises(ValueError, match=f"layer {alone} and") if alone else nullcontext():
+        _check_pairs(placements, module)
 
 
 def rank_is_killed() -> str:

@@ -21,5 +21,5 @@ class Answers(Related, Protocol):
     def norm(self, name: str, input: Tensor) -> Tensor | None:
         """A norm's answer to a share; nothing where it is given whole rows."""
 
-    def embedding(self, name: str) -> Tensor:
+    def embedding(self, name: str, input: Tensor) -> Tensor:
         """This rank's share of what was looked up."""

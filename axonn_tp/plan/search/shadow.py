@@ -254,11 +254,10 @@ class Shadow:
     def _watched(self, name: str, whole: Callable[[Tensor], Tensor], norm: bool) -> Callable[[Tensor], Tensor]:
         def forward(input: Tensor) -> Tensor:
             if self._seat is not None:
-                answer = self._seat.norm(name, input) if norm else self._seat.embedding(name)
+                answer = self._seat.norm(name, input) if norm else self._seat.embedding(name, input)
                 return whole(input) if answer is None else answer
             output = whole(input)
-            if norm:
-                self._run.inputs[name].append(input.detach().clone())
+            self._run.inputs[name].append(input.detach().clone())
             self._run.results[name].append(output.detach())
             return output
 

@@ -116,10 +116,17 @@ class StreamPass:
             raise Mismatch(f"{what} mixes whole activations with shares")
         self._used["whole" if "whole" in same_kind else kind] |= Reach(self._parameters)(tensor)
 
-    def embedding(self, name: str) -> Tensor:
-        """This rank's share of what was looked up."""
+    def embedding(self, name: str, input: Tensor) -> Tensor:
+        """This rank's share of what was looked up, of the same rows as in the whole pass.
+
+        Raises:
+            Mismatch: they are others, as those of places that code counts in a share.
+        """
+        call = self._call(name)
+        if not equal(input, self._run.inputs[name][call]):
+            raise Mismatch(f"{name} looks other rows up on a share")
         self.embeddings.add(name)
-        return self._answer(self._seat.of(self._run.results[name][self._call(name)]), "stream")
+        return self._answer(self._seat.of(self._run.results[name][call]), "stream")
 
     def norm(self, name: str, input: Tensor) -> Tensor | None:
         """The norm of a share, or nothing where it is given whole rows."""

@@ -167,7 +167,9 @@ def verdict(raw: dict[str, Any], ranks: int, filled_in: Sequence[str] = ()) -> t
             from deepspeed.runtime.config import DeepSpeedConfig
 
             from axonn_plugins import config
-            from axonn_plugins.hosts.deepspeed import config_hook
+            from axonn_plugins.hosts.deepspeed import config_hook, states_config
+            from axonn_plugins.hosts.deepspeed.optim.wrapped import check_optimizer
+            from axonn_plugins.hosts.deepspeed.spellings import as_understood
 
             block = config.parse(raw["axonn"])
             open_sizes = block.tensor_parallel is not None and len(block.tensor_parallel.given) < 3
@@ -179,6 +181,9 @@ def verdict(raw: dict[str, Any], ranks: int, filled_in: Sequence[str] = ()) -> t
                 DeepSpeedConfig({**rest, "train_batch_size": 1})
             except Exception as error:  # what DeepSpeed raises on a value that it cannot use is of many kinds
                 raise ConfigError(f"DeepSpeed refuses it: {_words(error)}") from None
+            check_optimizer(
+                raw.get("optimizer") or {}, states_config.owner(block, as_understood(raw), None) is not None
+            )
             _check_schedule(raw.get("scheduler"))
     finally:
         os.environ.pop("WORLD_SIZE", None) if before is None else os.environ.update(WORLD_SIZE=before)

@@ -37,6 +37,8 @@ def everyone(work: Callable[[], T]) -> list[T]:
         result = work()
     except Exception as error:
         problem = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.filename is not None:
+            problem = f'"{error.filename}" cannot be used: {error.strerror}; give another, or make room for it'
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (problem, result))
     for trouble, _ in found:
@@ -67,12 +69,15 @@ def begin(save_dir: str, tag: str) -> str:
         The tag to write it under.
 
     Raises:
-        ConfigError: ranks name different ones.
+        ConfigError: ranks name different ones, or there cannot be one.
     """
     _same(lambda: str(Path(save_dir) / tag), "saves")
-    if dist.get_rank() == 0:
+
+    def make() -> None:
         shutil.rmtree(Path(save_dir) / f"{tag}{_ASIDE}", ignore_errors=True)
-    dist.barrier()
+        Path(save_dir).mkdir(parents=True, exist_ok=True)
+
+    everyone(lambda: None if dist.get_rank() else make())
     return f"{tag}{_ASIDE}"
 
 

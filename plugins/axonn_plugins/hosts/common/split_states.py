@@ -25,7 +25,8 @@ def own_part(value: Any, parameter: Tensor, mesh: Mesh) -> Any:
     layout = layout_of(parameter)
     if not isinstance(value, Tensor) or not layout.axes or value.shape != torch.Size(layout.serial_shape):
         return value
-    return layout.shard(value, mesh.grid, mesh.coordinates)
+    on = mesh.over(layout.grid)  # experts lie on another grid of the same ranks
+    return layout.shard(value, on.grid, on.coordinates)
 
 
 def split_states(optimizer: Optimizer, mesh: Mesh) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from axonn_plugins.config import Axonn, ConfigError
 from axonn_plugins.config.offload_optimizer import OffloadOptimizer
 from axonn_plugins.hosts.deepspeed.checkpoint.checked import CheckedCheckpoints
-from axonn_plugins.hosts.deepspeed.optim.wrapped import basic_optimizer, loss_scaler
+from axonn_plugins.hosts.deepspeed.optim.wrapped import basic_optimizer, check_optimizer, loss_scaler
 from axonn_plugins.hosts.deepspeed.sections import on, section
 from axonn_tp import Grid, Mesh, layout_of, sum_ranks
 from axonn_tp.checkpoint.dealt import DealtNames
@@ -143,6 +143,8 @@ class OwnStates(CheckedCheckpoints):
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
         # Experts' gradients are summed, and their files written, by their layouts.
         self.has_moe_layers = self.has_moe_layers and self._stock_experts
+        if client_optimizer is None:
+            check_optimizer(section(self._config.axonn_raw, "optimizer"), self._owns)
         if self._own_block is None:
             super()._configure_optimizer(client_optimizer, model_parameters)
             return

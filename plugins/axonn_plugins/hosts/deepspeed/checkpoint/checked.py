@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 
-from axonn_plugins.hosts.common.complete import begin, find, nothing_in, publish
+from axonn_plugins.config import ConfigError
+from axonn_plugins.hosts.common.complete import begin, everyone, find, nothing_in, publish
 
 
 class CheckedCheckpoints(DeepSpeedEngine):
@@ -30,9 +33,45 @@ class CheckedCheckpoints(DeepSpeedEngine):
             ConfigError: ranks name different folders or tags, or it cannot be written; the same on every rank.
         """
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
-        self._write(save_dir, begin(save_dir, tag), client_state or {}, **keywords)
+        aside = begin(save_dir, tag)
+        with self._told_together():
+            self._write(save_dir, aside, client_state or {}, **keywords)
         publish(save_dir, tag, save_latest)
         return True
+
+    @contextmanager
+    def _told_together(self) -> Iterator[None]:
+        """What DeepSpeed's files cannot take on one rank is raised on all, when the others have come through DeepSpeed's barriers.
+
+        Raises:
+            ConfigError: a file that cannot be written.
+        """
+        failed: list[str] = []
+        save = self.checkpoint_engine.save
+
+        def held_back(state_dict: Any, path: str) -> None:
+            try:
+                save(state_dict, path)
+            except Exception as error:
+                full = isinstance(error, OSError | RuntimeError)
+                remedy = (
+                    "make room for it, or save elsewhere"
+                    if full
+                    else "leave out of client_state what cannot be pickled"
+                )
+                said = getattr(error, "strerror", None) or " ".join(str(error).split())
+                failed.append(f'"{path}" cannot be written ({said}); {remedy}')
+
+        def tell() -> None:
+            if failed:
+                raise ConfigError(failed[0])
+
+        self.checkpoint_engine.save = held_back
+        try:
+            yield
+        finally:
+            del self.checkpoint_engine.save
+        everyone(tell)
 
     def _write(self, save_dir: str, tag: str, client_state: dict, **keywords: Any) -> None:
         super().save_checkpoint(save_dir, tag, client_state, save_latest=False, **keywords)

@@ -174,10 +174,11 @@ def save_states(engine: Any, folder: Path, portable: Path, state: PortableState)
     if engine._own_stage:
         saved = {"optimizer_state_dict": stock.partitions(rank), "ds_config": engine._config.axonn_raw}
         saved["ds_version"] = deepspeed.__version__
-        torch.save(
+        engine.checkpoint_engine.save(
             saved, engine._get_rank_zero_ckpt_name(folder.parent, folder.name, 0, rank, engine.bfloat16_enabled())
         )
         return stock.param_shapes
     if rank < stock.experts:
-        torch.save({"optimizer": stock.plain(rank)}, folder / f"expp_rank_{rank}_mp_rank_00_optim_states.pt")
+        file = folder / f"expp_rank_{rank}_mp_rank_00_optim_states.pt"
+        engine.checkpoint_engine.save({"optimizer": stock.plain(rank)}, str(file))
     return None

@@ -97,7 +97,7 @@ class TedCheckpoints(GridCheckpoints):
                 "ds_config": self._config.axonn_raw,
                 "ds_version": deepspeed.__version__,
             }
-            torch.save(state, folder / STATES)
+            self.checkpoint_engine.save(state, str(folder / STATES))
 
     def _save_experts(self, folder: Path, module: dict[str, Any]) -> None:
         names = DealtNames(self.module)
@@ -111,7 +111,7 @@ class TedCheckpoints(GridCheckpoints):
                 number = after.partition(".")[0]
                 files[f"layer_{layer}_expert_{number}_{STATES}"][names.outward(name)] = value
         for file, tensors in files.items():
-            torch.save(tensors, folder / file)
+            self.checkpoint_engine.save(tensors, str(folder / file))
 
     @torch.no_grad()
     def _whole(self, value: Any) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -21,6 +24,57 @@ from axonn_tp.comm.optimizer_trial import copy_without_state
 Groups = list[dict[str, Any]]
 # What DeepSpeed's Adams know and torch's do not.
 _DEEPSPEED_ONLY = ("bias_correction", "adam_w_mode", "set_grad_none", "fp32_optimizer_states", "torch_adam", "step")
+
+
+# What its Muon takes; it passes over what it does not know.
+_OF_MUON = "lr momentum weight_decay ns_method muon_lr adam_lr betas eps adam_w_mode torch_adam fp32_optimizer_states foreach".split()
+
+
+def check_optimizer(section: Mapping[str, Any], owned: bool) -> None:
+    """Refuse an optimizer of the configuration that there is not, and parameters that it does not take; needs no engine.
+
+    Args:
+        section: "optimizer" of the configuration.
+        owned: whether the suite runs it, and not DeepSpeed.
+
+    Raises:
+        ConfigError: names the parameter, or the nearest optimizer.
+    """
+    name, given = section.get("type"), dict(section.get("params") or {})
+    if name is None or name.lower().startswith("mu") and name.lower() != "muon":  # which the package mup has
+        return
+    if "max_grad_norm" in given:
+        raise ConfigError(
+            "optimizer.params.max_grad_norm is read by no optimizer; write gradient_clipping, outside of optimizer"
+        )
+    try:
+        if name.lower() == "muon":
+            if strange := [each for each in given if each not in _OF_MUON]:
+                raise TypeError(f"it has no {strange[0]}, but {', '.join(_OF_MUON)}")
+        elif (kind := _kind_of(name, given, owned)).__module__.startswith("torch."):
+            kind([torch.zeros(1, requires_grad=True)], **given)
+        else:  # not made, which would compile it
+            inspect.signature(kind).bind(None, **given)
+    except (TypeError, ValueError) as error:
+        said = re.sub(r"^\w+\.__init__\(\) ", "", str(error))
+        raise ConfigError(f"optimizer.params of {name}: {said}; correct them") from None
+
+
+def _kind_of(name: str, given: dict[str, Any], owned: bool) -> Any:
+    """The class that a name stands for; of what is given is left what it takes."""
+    if name.lower() in ("adam", "adamw"):
+        by_torch = owned or given.get("torch_adam")
+        for each in _DEEPSPEED_ONLY if by_torch else ("torch_adam", "fp32_optimizer_states"):
+            given.pop(each, None)
+        return torch.optim.AdamW if by_torch else deepspeed.ops.adam.FusedAdam
+    if name.lower() in ("lamb", "lion"):
+        return Lamb if name.lower() == "lamb" else deepspeed.ops.lion.FusedLion
+    kind = torch.optim.Adagrad if name.lower() == "adagrad" else getattr(torch.optim, name, None)
+    if not inspect.isclass(kind) or kind is torch.optim.Optimizer:
+        known = ["Lamb", "Lion", *(each for each, kind in vars(torch.optim).items() if inspect.isclass(kind))]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+        raise ConfigError(f'optimizer.type = "{name}" is none of DeepSpeed\'s and torch\'s; the nearest is "{near}"')
+    return kind
 
 
 def loss_scaler(engine: DeepSpeedEngine) -> Any:
@@ -50,17 +104,14 @@ def basic_optimizer(engine: Any, given: Any, parameters: Any, key: str) -> torch
     settings = dict(engine.optimizer_params() or {})
     if given is not None:
         made = given if isinstance(given, torch.optim.Optimizer) else given(parameters)
-    elif engine.optimizer_name() in ("adam", "adamw") and "max_grad_norm" not in settings:
+    elif engine.optimizer_name() in ("adam", "adamw"):
         # Torch's, where DeepSpeed's own would be compiled.
         decoupled = engine.optimizer_name() == "adamw" or settings.get("adam_w_mode", True)
-        made = torch_adam(parameters, decoupled, settings, key)
+        made = torch_adam(parameters, decoupled, settings)
     elif engine.optimizer_name() == "muon":
         made = muon(engine, parameters, settings)
-    elif engine.optimizer_name() == "lamb" and "max_grad_norm" not in settings:
-        try:
-            made = Lamb(parameters, **settings)
-        except TypeError as error:
-            raise ConfigError(f"optimizer.params does not fit LAMB: {error}; remove what it does not know") from None
+    elif engine.optimizer_name() == "lamb":
+        made = Lamb(parameters, **settings)
     else:
         made = engine._configure_basic_optimizer(parameters)
     made.param_groups[:] = [group for group in made.param_groups if group["params"]]
@@ -68,21 +119,12 @@ def basic_optimizer(engine: Any, given: Any, parameters: Any, key: str) -> torch
     return made
 
 
-def torch_adam(parameters: Any, decoupled: bool, settings: Mapping[str, Any], key: str) -> torch.optim.Optimizer:
-    """Torch's AdamW, or Adam where weight decay is not decoupled, with what DeepSpeed's configuration says of its own.
-
-    Raises:
-        ConfigError: it says what torch's do not know; `key` is who runs it.
-    """
+def torch_adam(parameters: Any, decoupled: bool, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """Torch's AdamW, or Adam where weight decay is not decoupled, with what DeepSpeed's configuration says of its own."""
     known = {name: value for name, value in settings.items() if name not in _DEEPSPEED_ONLY}
     if not settings.get("torch_adam"):
         known.setdefault("weight_decay", 0.0)  # as DeepSpeed's own
-    try:
-        return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **known)
-    except TypeError as error:
-        raise ConfigError(
-            f"optimizer.params does not fit torch's Adam, which {key} runs: {error}; remove what it does not know"
-        ) from None
+    return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **known)
 
 
 def factory_of(

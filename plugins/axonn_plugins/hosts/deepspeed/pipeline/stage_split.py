@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import groupby
 from typing import Any
 
 import torch.distributed as dist
@@ -167,14 +168,14 @@ def _check_patterns(given: Mapping[str, LayerPlan], found: set[str]) -> None:
 def _check_pairs(placements: Sequence[Placement], module: PipelineModule) -> None:
     """Refuse a pair of which a stage has one half, whose partner would be given a share."""
     alone: str | None = None
-    for placement in placements:
-        if placement.kind == "normal":
-            alone = placement.name
-        elif placement.kind == "transposed":
-            if alone is None:
-                alone = placement.name
-                break
-            alone = None
+    # Within one of the pipeline's layers, which no boundary cuts, a module may declare its layers in any order.
+    for _, inside in groupby(placements, lambda placement: placement.name.partition(".")[0]):
+        found = {placement.kind: placement.name for placement in inside}
+        if "transposed" in found and "normal" not in found and alone is None:
+            alone = found["transposed"]
+            break
+        if "normal" in found or "transposed" in found:
+            alone = None if "transposed" in found else found["normal"]
     if alone is not None:
         raise ValueError(
             f"layer {alone} and its partner are on different stages, stage {module.stage_id} being one; move the boundary, or name both "
