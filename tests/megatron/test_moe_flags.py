@@ -61,7 +61,12 @@ PLACES = [(Settings(2, 1, 2), (2, None), 1), (Settings(1, 2), (1, None), 1)]
 # Ranks that read other samples draw other noise, and count other tokens at a time, in Megatron, too.
 ALONE = {"jittered": [(Settings(2, 2), (1, None), 1)], "global": [(Settings(2), (1, 1), 2)]}
 """Grids, ranks of experts, and how many share a sequence."""
-OVERLAPPED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 300}
+OVERLAPPED = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "bucket_size": 300,
+}
 
 _NONE = "without the flex dispatcher, which is refused, Megatron reads it nowhere"
 NOTHING = {

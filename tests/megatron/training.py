@@ -349,9 +349,7 @@ def packed_loss_of(model: Any, tokens: torch.Tensor, lengths: tuple[int, ...], b
     return losses.view(len(tokens), -1)
 
 
-def _forward(
-    case: Case, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any
-) -> tuple[torch.Tensor, Any]:
+def _forward(case: Case, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
     tokens, weights = next(batches)
     if case.packed:
         return packed_loss_of(model, tokens, case.packed, case.settings is not None), partial(_sum, weights)

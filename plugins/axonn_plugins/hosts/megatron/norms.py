@@ -15,7 +15,6 @@ from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.layer_norm import LayerNorm, check_norm
 from axonn_tp.layers.rms_norm import RMSNorm, check_rms_norm
 
-
 _KNOWN = ("torch", "apex", "megatron", "transformer_engine")
 """Packages whose norms are those that a config names."""
 
