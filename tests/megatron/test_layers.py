@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, layers
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import nn
 
@@ -317,7 +317,7 @@ def _with_linear(layer: Any) -> None:
 
 
 def _refused(runs: list[tuple[Settings, dict[str, Any], Any]]) -> list[str]:
-    """What is said of models with a configuration, and of what is changed in their layers."""
+    """What is said of models with a configuration, of what is changed in their layers, and of logits that a script gathers."""
     training.on_cpu()
     said, made = [], training._layers
     for settings, config, change in runs:
@@ -333,6 +333,7 @@ def _refused(runs: list[tuple[Settings, dict[str, Any], Any]]) -> list[str]:
             try:
                 with training.parallel(Case(settings=settings)):
                     training.build(Case(settings=settings, config=config))
+                    gather_from_tensor_model_parallel_region(torch.zeros(1, training.VOCABULARY))
             except ValueError as error:
                 said.append(str(error))
     return said
@@ -361,12 +362,17 @@ def test_what_ranks_compute_in_parts_is_summed_once_a_step() -> None:
 
 def test_sizes_that_do_not_divide_and_layers_of_others_are_refused() -> None:
     runs = [(Settings(2), {"ffn_hidden_size": 99}, None), (Settings(1, 1, 4), {}, None)]
-    runs += [(Settings(1, 2), {}, _with_norm), (Settings(2), {}, _with_linear)]
-    sizes, ranks, norm, linear = run_ranks(_refused, 2, runs)[0]
+    runs += [
+        (Settings(1, 2), {}, _with_norm),
+        (Settings(2), {}, _with_linear),
+        (Settings(1, 2, layout="replicated"), {}, None),
+    ]
+    sizes, ranks, norm, linear, words = run_ranks(_refused, 2, runs)[0]
     assert "99 output features do not divide by gx = 2" in sizes
     assert "does not divide the 2 ranks" in ranks
     assert "input_layernorm is a _Norm, in whose place axonn3d would put a LayerNorm: " in norm
     assert "decoder.layers.0.self_attention.linear_qkv is a ColumnParallelLinear of Megatron's own split" in linear
+    assert words.startswith("gather_from_tensor_model_parallel_region of logits would mix up words: ")
 
 
 @pytest.mark.parametrize("every", [False, thorough(True)])
