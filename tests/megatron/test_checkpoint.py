@@ -433,6 +433,29 @@ def test_two_optimizers_as_one_and_back(nested: bool) -> None:
     assert checkpoint_optimizer.separate(joined, now) == parts
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_two_optimizers_that_stock_megatron_saved_are_one(nested: bool) -> None:
+    """Two of a chain have no tensors under their numbers, whose names are the same as those of one."""
+
+    def part(number: int, decays: list[float]) -> dict[str, Any]:
+        kept = {"lr_mult": 1.0, "is_expert_parallel": bool(number), "is_decoupled_lr": False, "lr": 0.5}
+        inner = {"param_groups": [{**kept, "wd_mult": wd, "params": []} for wd in decays], "state": {"common_step": 7}}
+        return {"optimizer": inner, "fp32_from_fp16_params": [[]], "grad_scaler": 3} if nested else inner
+
+    state: dict[str, Any] = {"state": {0: "a", 1: "b"}, "param_groups": [{"params": [0]}, {"params": [1]}]}
+    here = {"optimizer": state, "fp32_from_fp16_params": [["c"], ["d"]]} if nested else state
+    found = checkpoint_optimizer.as_of_one({0: part(0, [1.0, 0.0]), 1: part(1, [1.0]), **here})
+    inner = found["optimizer"] if nested else found
+    assert inner["state"] == {0: "a", 1: "b", "common_step": 7}
+    assert [(one["wd_mult"], one["params"], one["lr"]) for one in inner["param_groups"]] == [
+        (1, [0], 0.5),
+        (0, [1], 0.5),
+    ]
+    assert not nested or (found["grad_scaler"] == 3 and found["fp32_from_fp16_params"] == [["c"], ["d"]])
+    of_kinds = {0: part(0, [1.0]), 1: part(1, [0.0])}
+    assert checkpoint_optimizer.as_of_one(dict(of_kinds)) == of_kinds
+
+
 def test_an_optimizer_of_nothing_leaves_no_list_in_a_checkpoint() -> None:
     """As Muon's of what z does not split: stored, it would not fit where one optimizer has all."""
     kept = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False}

@@ -194,8 +194,13 @@ def _saved_as_one(original: Any) -> Any:
     return sharded_state_dict
 
 
-def _of_several(loaded: dict[Any, Any]) -> dict[Any, Any]:
-    """What stock Megatron saved of an optimizer of experts and one of all else, as of one: tensors have their own names, all else is by number."""
+def as_of_one(loaded: dict[Any, Any]) -> dict[Any, Any]:
+    """What stock Megatron saved of an optimizer of experts and one of all else, as of one.
+
+    Args:
+        loaded: tensors as of one, whose names are the same, and all else under the numbers of the two; of optimizers of several kinds, that
+            have everything under their numbers, nothing changes.
+    """
     numbers = sorted(key for key in loaded if isinstance(key, int))
     if not numbers or len(numbers) == len(loaded):
         return loaded
@@ -225,7 +230,7 @@ def _filled(found: dict[Any, Any], others: dict[Any, Any]) -> dict[Any, Any]:
 def _loaded_from_one(original: Any) -> Any:
     @wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
-        state_dict = _of_several(state_dict) if isinstance(state_dict, dict) else state_dict
+        state_dict = as_of_one(state_dict) if isinstance(state_dict, dict) else state_dict
         chain = self.chained_optimizers
         kinds = _kinds(chain)
         if len(chain) > len(kinds) and isinstance(state_dict, dict):
