@@ -96,7 +96,9 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return result.mul_(grad[..., None]).to(ctx.dtype), None, None, None, None, None
 
 
-def split_cross_entropy(logits: Tensor, targets: Tensor, mesh: Mesh, axes: tuple[str, ...] = ("x",)) -> Tensor:
+def split_cross_entropy(
+    logits: Tensor, targets: Tensor, mesh: Mesh, axes: tuple[str, ...] = ("x",), smoothing: float = 0.0
+) -> Tensor:
     """The loss of every row, in float32 at least: logits (…, classes/g) and targets (…) → (…).
 
     Args:
@@ -104,13 +106,15 @@ def split_cross_entropy(logits: Tensor, targets: Tensor, mesh: Mesh, axes: tuple
         targets: class numbers, all of them in range.
         mesh: the mesh.
         axes: see `CrossEntropyLoss.convert`.
+        smoothing: label smoothing.
     """
     share = share_of(mesh.grid, mesh.coordinates, axes)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if share.count == 1:
-        return F.cross_entropy(logits.to(dtype).movedim(-1, 1), targets, reduction="none")
+        wide = logits.to(dtype).movedim(-1, 1)
+        return F.cross_entropy(wide, targets, reduction="none", label_smoothing=smoothing)
     weight = logits.new_ones(logits.shape[-1] * share.count, dtype=dtype)
-    return _SplitCrossEntropy.apply(logits, targets, weight, 0.0, mesh, share)
+    return _SplitCrossEntropy.apply(logits, targets, weight, smoothing, mesh, share)
 
 
 def rows(

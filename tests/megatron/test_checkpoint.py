@@ -22,6 +22,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.enums import AttnBackend
 
 from axonn_plugins.hosts.megatron import checkpoint, checkpoint_optimizer, checkpoint_training, enums, process_groups
@@ -143,7 +144,10 @@ def on(
 def interrupted(case: Case, folder: str, settings: Any, others: list[Any]) -> dict[str, list[float]]:
     """Three steps at once on `settings`, and the last two of them from a checkpoint elsewhere."""
     gloo = bool(case.ddp.get("use_distributed_optimizer"))
-    with training.parallel(on(case, settings), gloo):
+    with training.parallel(on(case, settings), gloo), pytest.MonkeyPatch.context() as patch:
+        if on(case, settings).settings is None:
+            # Stock Megatron saves by itself.
+            patch.setattr(ChainedOptimizer, "sharded_state_dict", ChainedOptimizer.sharded_state_dict.__wrapped__)
         model, optimizer = start(on(case, settings))
         told = {"first": steps(case, model, optimizer, 0, 1)}
         dist_checkpointing.save(state(model, optimizer), folder, validate_access_integrity=True)
@@ -427,6 +431,29 @@ def test_two_optimizers_as_one_and_back(nested: bool) -> None:
     assert all("params" not in one for one in inner["param_groups"]) and inner["state"]["common_step"] == 7
     now = [(one["optimizer"] if nested else one)["param_groups"] for one in parts]
     assert checkpoint_optimizer.separate(joined, now) == parts
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_two_optimizers_that_stock_megatron_saved_are_one(nested: bool) -> None:
+    """Two of a chain have no tensors under their numbers, whose names are the same as those of one."""
+
+    def part(number: int, decays: list[float]) -> dict[str, Any]:
+        kept = {"lr_mult": 1.0, "is_expert_parallel": bool(number), "is_decoupled_lr": False, "lr": 0.5}
+        inner = {"param_groups": [{**kept, "wd_mult": wd, "params": []} for wd in decays], "state": {"common_step": 7}}
+        return {"optimizer": inner, "fp32_from_fp16_params": [[]], "grad_scaler": 3} if nested else inner
+
+    state: dict[str, Any] = {"state": {0: "a", 1: "b"}, "param_groups": [{"params": [0]}, {"params": [1]}]}
+    here = {"optimizer": state, "fp32_from_fp16_params": [["c"], ["d"]]} if nested else state
+    found = checkpoint_optimizer.as_of_one({0: part(0, [1.0, 0.0]), 1: part(1, [1.0]), **here})
+    inner = found["optimizer"] if nested else found
+    assert inner["state"] == {0: "a", 1: "b", "common_step": 7}
+    assert [(one["wd_mult"], one["params"], one["lr"]) for one in inner["param_groups"]] == [
+        (1, [0], 0.5),
+        (0, [1], 0.5),
+    ]
+    assert not nested or (found["grad_scaler"] == 3 and found["fp32_from_fp16_params"] == [["c"], ["d"]])
+    of_kinds = {0: part(0, [1.0]), 1: part(1, [0.0])}
+    assert checkpoint_optimizer.as_of_one(dict(of_kinds)) == of_kinds
 
 
 def test_an_optimizer_of_nothing_leaves_no_list_in_a_checkpoint() -> None:

@@ -23,6 +23,7 @@ from tests.distributed import run_ranks
 from tests.matrix import asked, thorough
 from tests.megatron import engine_double as double
 from tests.megatron import training
+from tests.megatron.test_experts import LATENT
 from tests.megatron.training import Case
 
 WIDE = {"grad_reduce_in_fp32": True}
@@ -59,12 +60,14 @@ def _narrow(case: Case) -> Case:
 
 
 RMS = {"normalization": "RMSNorm", "add_bias_linear": False}
+LATENTS = {**LATENT, "q_lora_rank": 16, "qk_layernorm": True}
 ENGINE = replace(_with(PLAIN, **FUSED), engine=True)
 LAST = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 0}
 CASES = {
     "engine": ENGINE,
     "engine, RMSNorm": _with(ENGINE, **RMS),
     "engine, bf16": _narrow(ENGINE),
+    "engine, latents": _with(ENGINE, **LATENTS),
     "apex, tied": _with(TIED, **FUSED),
     "apex, bf16": _narrow(_with(PLAIN, **FUSED)),
     "8 bits": _eight(PLAIN),
@@ -76,6 +79,7 @@ STOCK = {
     "engine": PLAIN,
     "engine, RMSNorm": _with(PLAIN, **RMS),
     "engine, bf16": _narrow(PLAIN),
+    "engine, latents": _with(PLAIN, **LATENTS),
     "apex, tied": TIED,
     "apex, bf16": _narrow(PLAIN),
 }
@@ -93,6 +97,7 @@ SOME = {
     "engine, RMSNorm": ("x",),
     "apex, tied": ("x and z",),
     "engine, bf16": ("x and y",),
+    "engine, latents": ("x and y",),
     "apex, bf16": ("x and y",),
     "8 bits, last layer alone": ("x and y",),
     "8 bits, bf16": ("x and y",),

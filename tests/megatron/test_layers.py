@@ -10,7 +10,9 @@ import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, layers
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from torch import nn
 
 from axonn_plugins.hosts.megatron import process_groups
 from axonn_plugins.hosts.megatron.randomness import HeadsDropout, StreamDropout
@@ -65,10 +67,16 @@ CASES = {
     "bf16": Case(dtype=torch.bfloat16, ddp={"grad_reduce_in_fp32": True, **SHARDED}),
     "sgd": Case(optimizer={"optimizer": "sgd", "lr": 1.0}, config=LLAMA.config),
     "fp16": Case(dtype=torch.float16, ddp={"grad_reduce_in_fp32": True}),
+    "own loss": Case(smoothed=0.1),
 }
 PIPELINE = {
     "pipeline": Case(pipeline=2, micro_batches=2, model=TIED.model),
     "pipeline llama": LLAMA.on(None, pipeline=2),
+    "predictions in a stage without the loss": Case(
+        pipeline=2,
+        config={"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Ettm|L"},
+        model={"position_embedding_type": "rope"},
+    ),
 }
 # How far a loss and a gradient norm may be from one rank's, relative.
 NEAR = {"fp16": (1e-3, 5e-3), "bf16": (1e-3, 3e-2)}
@@ -90,8 +98,10 @@ ON: dict[str, list[tuple[Grid, str]]] = {
     "bf16": SOME[2:],
     "sgd": SOME[1:],
     "fp16": SOME[:1],
+    "own loss": SOME[:1],
     "pipeline": [(Grid(1, 1, 2), "replicated")],
     "pipeline llama": [(Grid(2), "scattered"), (Grid(1, 2), "replicated")],
+    "predictions in a stage without the loss": [(Grid(2), "scattered")],
 }
 """Where a case is trained in every run, beside what `ours` has of it: each grid once."""
 STAGED = [(Grid(2), "scattered"), (Grid(1, 2), "replicated"), (Grid(1, 1, 2), "replicated")]
@@ -290,14 +300,43 @@ def test_the_ledger_sees_what_the_equations_count(grids: list[tuple[Grid, str]])
         assert found == wanted, name
 
 
-def _sizes(settings: Settings, config: dict[str, Any]) -> str:
+class _Norm(nn.LayerNorm):
+    """One of a user's own, of another kind than its base."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps)
+
+
+def _with_norm(layer: Any) -> None:
+    layer.input_layernorm = _Norm
+
+
+def _with_linear(layer: Any) -> None:
+    """As in a spec that was made when the script was imported."""
+    layer.self_attention.submodules.linear_qkv = layers.ColumnParallelLinear
+
+
+def _refused(runs: list[tuple[Settings, dict[str, Any], Any]]) -> list[str]:
+    """What is said of models with a configuration, of what is changed in their layers, and of logits that a script gathers."""
     training.on_cpu()
-    try:
-        with training.parallel(Case(settings=settings)):
-            training.build(Case(settings=settings, config=config))
-    except ValueError as error:
-        return str(error)
-    return ""
+    said, made = [], training._layers
+    for settings, config, change in runs:
+
+        def changed(config: Any, change: Any = change) -> Any:
+            spec = made(config)
+            change(spec.submodules)
+            return spec
+
+        with pytest.MonkeyPatch.context() as patch:
+            if change is not None:
+                patch.setattr(training, "_layers", changed)
+            try:
+                with training.parallel(Case(settings=settings)):
+                    training.build(Case(settings=settings, config=config))
+                    gather_from_tensor_model_parallel_region(torch.zeros(1, training.VOCABULARY))
+            except ValueError as error:
+                said.append(str(error))
+    return said
 
 
 def _summed_in_parts(settings: Settings) -> list[str]:
@@ -321,9 +360,19 @@ def test_what_ranks_compute_in_parts_is_summed_once_a_step() -> None:
     assert run_ranks(_summed_in_parts, 2, Settings(1, 2, layout="replicated"))[0] == []
 
 
-def test_sizes_that_do_not_divide_are_refused() -> None:
-    assert "99 output features do not divide by gx = 2" in run_ranks(_sizes, 2, Settings(2), {"ffn_hidden_size": 99})[0]
-    assert "does not divide the 2 ranks" in run_ranks(_sizes, 2, Settings(1, 1, 4), {})[0]
+def test_sizes_that_do_not_divide_and_layers_of_others_are_refused() -> None:
+    runs = [(Settings(2), {"ffn_hidden_size": 99}, None), (Settings(1, 1, 4), {}, None)]
+    runs += [
+        (Settings(1, 2), {}, _with_norm),
+        (Settings(2), {}, _with_linear),
+        (Settings(1, 2, layout="replicated"), {}, None),
+    ]
+    sizes, ranks, norm, linear, words = run_ranks(_refused, 2, runs)[0]
+    assert "99 output features do not divide by gx = 2" in sizes
+    assert "does not divide the 2 ranks" in ranks
+    assert "input_layernorm is a _Norm, in whose place axonn3d would put a LayerNorm: " in norm
+    assert "decoder.layers.0.self_attention.linear_qkv is a ColumnParallelLinear of Megatron's own split" in linear
+    assert words.startswith("gather_from_tensor_model_parallel_region of logits would mix up words: ")
 
 
 @pytest.mark.parametrize("every", [False, thorough(True)])

@@ -57,9 +57,16 @@ CASES = {
 }
 FEW = 2
 """Sequences of a step, each a microbatch."""
-PLACES = [(Settings(2, 1, 2), (2, None)), (Settings(1, 2), (1, None))]
-# Ranks that read other samples draw other noise, in Megatron, too.
-ALONE = {"jittered": [(Settings(2, 2), (1, None))], "global": [(Settings(2, 2), (1, 1))]}
+PLACES = [(Settings(2, 1, 2), (2, None), 1), (Settings(1, 2), (1, None), 1)]
+# Ranks that read other samples draw other noise, and count other tokens at a time, in Megatron, too.
+ALONE = {"jittered": [(Settings(2, 2), (1, None), 1)], "global": [(Settings(2), (1, 1), 2)]}
+"""Grids, ranks of experts, and how many share a sequence."""
+OVERLAPPED = {
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "bucket_size": 300,
+}
 
 _NONE = "without the flex dispatcher, which is refused, Megatron reads it nowhere"
 NOTHING = {
@@ -115,7 +122,8 @@ def test_refusals_say_what_to_do(feature: Any) -> None:
 
 
 def _case(name: str, micro_batches: int, **more: Any) -> Case:
-    return Case(config={**ROUTED, **CASES[name]}, micro_batches=micro_batches, batch=FEW, **more)
+    ddp = OVERLAPPED if name == "grouped" else {}
+    return Case(config={**ROUTED, **CASES[name]}, ddp=ddp, micro_batches=micro_batches, batch=FEW, **more)
 
 
 @pytest.mark.parametrize("every", [False, thorough(True)])
@@ -128,9 +136,10 @@ def test_what_is_obeyed_is_one_rank_s(every: bool) -> None:
     wanted = {}
     for number, name in enumerate(CASES):
         places = ALONE.get(name) or (PLACES if every else [PLACES[number % 2]])
-        for settings, experts in places:
-            readers = 4 // settings.tensor
-            wanted[f"{name} on {settings}"] = _case(name, FEW // readers, settings=settings, experts=experts)
+        for settings, experts, context in places:
+            readers = 4 // settings.tensor // context
+            run = _case(name, FEW // readers, settings=settings, experts=experts, context=context)
+            wanted[f"{name} on {settings}"] = run
     one, ranks = run_ranks(training.train_all, 1, plain)[0], run_ranks(training.train_all, 4, wanted)
     for run, found in ranks[0].items():
         expected = one[run.partition(" on ")[0]]

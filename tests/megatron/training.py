@@ -20,6 +20,7 @@ from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
@@ -61,6 +62,7 @@ class Case:
         masked: leave targets out of the loss, more in some places than in others.
         packed: lengths of the sequences that lie end to end in a row; Megatron's own layers see them by a mask.
         pattern: layers of a hybrid model, each a letter of Megatron's.
+        smoothed: the loss is a script's own, of the model's logits, with labels that are smoothed so much.
     """
 
     settings: Settings | None = None
@@ -81,6 +83,7 @@ class Case:
     masked: bool = False
     packed: tuple[int, ...] = ()
     pattern: str = ""
+    smoothed: float | None = None
 
     def on(self, settings: Settings | None, **changes: Any) -> Case:
         """The same run on a grid."""
@@ -137,7 +140,7 @@ def parallel(case: Case, gloo: bool = False) -> Iterator[None]:
         yield
 
 
-def _engine_layers() -> Any:
+def _engine_layers(config: TransformerConfig) -> Any:
     def attention(self: Any) -> type:
         return DotProductAttention
 
@@ -148,7 +151,9 @@ def _engine_layers() -> Any:
         patch.setattr(gpt_layer_specs, "TESpecProvider", TESpecProvider, raising=False)
         patch.setattr(TESpecProvider, "core_attention", attention)
         patch.setattr(TESpecProvider, "layer_norm", norm)
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
+        )
 
 
 def train_all(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
@@ -203,7 +208,7 @@ def build(case: Case) -> DistributedDataParallel:
     """This rank's model, the same whatever the grid."""
     torch.manual_seed(1)
     config = configuration(case)
-    layers = _engine_layers() if case.engine and not case.pattern else _layers(config)
+    layers = _engine_layers(config) if case.engine and not case.pattern else _layers(config)
     keywords: dict[str, Any] = {
         "mtp_block_spec": _predictions(config),
         "vocab_size": VOCABULARY,
@@ -292,7 +297,7 @@ def _step(case: Case, model: DistributedDataParallel, step: int) -> float:
     here = slice(first, first + size * case.micro_batches)
     mine = iter(zip(tokens[here].split(size), weights[here].split(size), strict=True))
     results = get_forward_backward_func()(
-        forward_step_func=partial(_forward, case.packed, case.settings is not None),
+        forward_step_func=partial(_forward, case),
         data_iterator=mine,
         model=model,
         num_microbatches=case.micro_batches,
@@ -308,20 +313,26 @@ def _step(case: Case, model: DistributedDataParallel, step: int) -> float:
     return float(both[0] / both[1])
 
 
-def loss_of(model: Any, tokens: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+def loss_of(
+    model: Any, tokens: torch.Tensor, weights: torch.Tensor | None = None, smoothed: float | None = None
+) -> torch.Tensor:
     """Run a stage on (batch, sequence + 1) tokens; the last one gives losses (batch, share of the sequence).
 
     Args:
         model: this stage's.
         tokens: whole sequences.
         weights: this rank's, of its tokens' losses.
+        smoothed: see `Case`.
     """
     positions = torch.arange(SEQUENCE).expand(len(tokens), -1).contiguous()
     mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
     whole = {"tokens": tokens[:, :-1].contiguous(), "positions": positions, "attention_mask": mask}
     here = get_batch_on_this_cp_rank({**whole, "labels": tokens[:, 1:].contiguous()})
     told = {"loss_mask": weights} if isinstance(unwrap_model(model), GPTModel) else {}  # for predictions
-    return model(here["tokens"], here["positions"], here["attention_mask"], labels=here["labels"], **told)
+    given, labels = (here["tokens"], here["positions"], here["attention_mask"]), here["labels"]
+    if smoothed is None:
+        return model(*given, labels=labels, **told)
+    return vocab_parallel_cross_entropy(model(*given).float(), labels, smoothed)
 
 
 def packed_loss_of(model: Any, tokens: torch.Tensor, lengths: tuple[int, ...], by_lengths: bool) -> torch.Tensor:
@@ -338,14 +349,12 @@ def packed_loss_of(model: Any, tokens: torch.Tensor, lengths: tuple[int, ...], b
     return losses.view(len(tokens), -1)
 
 
-def _forward(
-    lengths: tuple[int, ...], by_lengths: bool, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any
-) -> tuple[torch.Tensor, Any]:
+def _forward(case: Case, batches: Iterator[tuple[torch.Tensor, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
     tokens, weights = next(batches)
-    if lengths:
-        return packed_loss_of(model, tokens, lengths, by_lengths), partial(_sum, weights)
+    if case.packed:
+        return packed_loss_of(model, tokens, case.packed, case.settings is not None), partial(_sum, weights)
     weights = get_batch_on_this_cp_rank({"weights": weights})["weights"]
-    return loss_of(model, tokens, weights), partial(_sum, weights)
+    return loss_of(model, tokens, weights, case.smoothed), partial(_sum, weights)
 
 
 def _sum(weights: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import wraps
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -193,9 +194,43 @@ def _saved_as_one(original: Any) -> Any:
     return sharded_state_dict
 
 
+def as_of_one(loaded: dict[Any, Any]) -> dict[Any, Any]:
+    """What stock Megatron saved of an optimizer of experts and one of all else, as of one.
+
+    Args:
+        loaded: tensors as of one, whose names are the same, and all else under the numbers of the two; of optimizers of several kinds, that
+            have everything under their numbers, nothing changes.
+    """
+    numbers = sorted(key for key in loaded if isinstance(key, int))
+    if not numbers or len(numbers) == len(loaded):
+        return loaded
+    parts = [loaded.pop(number) for number in numbers]
+    nested = "optimizer" in parts[0]
+    groups = union([part["optimizer"] if nested else part for part in parts])
+    for part in parts:
+        (part["optimizer"] if nested else part).pop("param_groups")
+    inner = loaded.setdefault("optimizer", {}) if nested else loaded
+    # Numbers of parameters are of this run, and in its order.
+    inner["param_groups"] = [
+        {**group, **place} for group, place in zip_longest(groups, inner.get("param_groups", ()), fillvalue={})
+    ]
+    return _filled(loaded, parts[0])
+
+
+def _filled(found: dict[Any, Any], others: dict[Any, Any]) -> dict[Any, Any]:
+    """A dict with what it lacks of another one."""
+    for key, value in others.items():
+        if isinstance(value, dict) and isinstance(found.get(key), dict):
+            _filled(found[key], value)
+        else:
+            found.setdefault(key, value)
+    return found
+
+
 def _loaded_from_one(original: Any) -> Any:
     @wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
+        state_dict = as_of_one(state_dict) if isinstance(state_dict, dict) else state_dict
         chain = self.chained_optimizers
         kinds = _kinds(chain)
         if len(chain) > len(kinds) and isinstance(state_dict, dict):

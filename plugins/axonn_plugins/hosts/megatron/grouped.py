@@ -85,6 +85,10 @@ class _Products:
         self._layers, self._counts = layers, counts
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, None]:
+        for layer in self._layers:
+            # With --overlap-param-gather they wait for the weights, or begin to gather them.
+            for hook in list(layer._forward_pre_hooks.values()):
+                hook(layer, (rows,))
         matrices = torch.stack([layer.weight for layer in self._layers])
         ends = self._counts.cumsum(0).to(torch.int32)
         output = F.grouped_mm(rows, matrices.mT, offs=ends)

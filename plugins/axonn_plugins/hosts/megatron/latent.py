@@ -15,6 +15,7 @@ from megatron.core.transformer import multi_latent_attention
 from torch import Tensor, nn
 
 from axonn_plugins.hosts.megatron import context, process_groups
+from axonn_plugins.hosts.megatron.engine_layers import EngineColumnParallelLinear
 from axonn_plugins.hosts.megatron.layers import ColumnParallelLinear
 from axonn_plugins.hosts.megatron.originals import Originals
 from axonn_plugins.hosts.megatron.sharing import heads_over
@@ -25,6 +26,7 @@ def install(originals: Originals) -> None:
     """Have attentions that are made from now on lie on the grid."""
     # Megatron asks which class a projection down is of.
     originals.replace(multi_latent_attention, "ColumnParallelLinear", ColumnParallelLinear)
+    originals.replace(multi_latent_attention, "TEColumnParallelLinear", EngineColumnParallelLinear)
     originals.wrap(multi_latent_attention.MLASelfAttention, "__init__", _with_latents)
     originals.wrap(multi_latent_attention.MLASelfAttention, "get_query_key_value_tensors", _of_all_tokens)
 

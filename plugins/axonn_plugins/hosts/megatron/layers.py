@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +94,10 @@ _HEADS = {"qkv": "num_query_groups", **dict.fromkeys(("q_proj", "q_up_proj", "kv
 _TO_LATENT, _FROM_LATENT = ("q_down_proj", "kv_down_proj"), ("q_up_proj", "kv_up_proj")
 
 
+HEADS: WeakSet[ColumnParallelLinear] = WeakSet()
+"""Layers that give logits of a share of all words."""
+
+
 class ColumnParallelLinear(Parallel):
     """Y = X·Wᵀ + b with W split over x along its output and over y along its input features, and over z.
 
@@ -141,6 +146,8 @@ class ColumnParallelLinear(Parallel):
         self._build(input_size, output_size, split, name, config, skip_bias_add)
         self.gather_output, self.takes_whole = gather_output or role in _TO_LATENT, role in _FROM_LATENT
         self.output_size_per_partition = output_size // _ranks(self)
+        if role is None and not gather_output:
+            HEADS.add(self)
         self._allocate(not skip_weight_param_allocation, bias, init_method, 0)
 
     def forward(  # type: ignore[override]

@@ -87,7 +87,8 @@ def _with_groups(original: Callable[..., None]) -> Callable[..., None]:
         alone = mesh.group("alone")
         groups = ProcessGroupCollection()
         groups.tp = groups.cp = groups.tp_cp = alone
-        groups.tp_dp_cp = mesh.group("batch")
+        # Ranks that share sequences have all tokens of these each.
+        groups.tp_dp_cp = mesh.group("readers")
         groups.tp_ep = groups.ep = _group("expert")
         groups.expt_tp = _group("tensor") if mesh.experts.topology.expert_tensor > 1 else alone
         groups.expt_dp = _group("expert_data")

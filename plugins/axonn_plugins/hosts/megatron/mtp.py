@@ -13,7 +13,7 @@ from torch import Tensor
 from axonn_plugins.hosts.megatron import process_groups
 from axonn_plugins.hosts.megatron.norms import split_norms
 from axonn_plugins.hosts.megatron.originals import Originals
-from axonn_plugins.hosts.megatron.sharing import share_of_stream
+from axonn_plugins.hosts.megatron.sharing import share_of_stream, whole_stream
 from axonn_tp.comm.collectives import gather_from, split_to
 
 
@@ -21,6 +21,32 @@ def install(originals: Originals) -> None:
     """Have layers that are made from now on lie on the grid."""
     originals.wrap(multi_token_prediction.MultiTokenPredictionLayer, "__init__", _on_grid)
     originals.replace(multi_token_prediction.MultiTokenPredictionLayer, "_concat_embeddings", _concat_embeddings)
+    originals.wrap(multi_token_prediction.MultiTokenPredictionBlock, "forward", _gives_whole)
+
+
+def streams_of_loss(config: Any) -> int:
+    """Streams, one behind the other, that the pipeline stage of the loss is given: several where predictions are another stage's."""
+    return 1 + config.mtp_num_layers if getattr(config, "mtp_standalone", False) else 1
+
+
+def of_each(change: Callable[..., Tensor], streams: Tensor, count: int) -> Tensor:
+    """So many streams, each changed by `whole_stream` or its inverse."""
+    settings, mesh = process_groups.settings(), process_groups.mesh()
+    if count == 1:
+        return change(streams, settings, mesh)
+    return torch.cat([change(one, settings, mesh) for one in streams.chunk(count)])
+
+
+def _gives_whole(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """To the stage of the loss, where that is another."""
+
+    @wraps(original)
+    def forward(self: Any, *args: Any, **named: Any) -> Tensor:
+        streams = original(self, *args, **named)
+        alone = getattr(self, "axonn_alone", False)
+        return of_each(whole_stream, streams, streams_of_loss(self.config)) if alone else streams
+
+    return forward
 
 
 def _on_grid(original: Callable[..., None]) -> Callable[..., None]:

@@ -15,6 +15,9 @@ from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.layer_norm import LayerNorm, check_norm
 from axonn_tp.layers.rms_norm import RMSNorm, check_rms_norm
 
+_KNOWN = ("torch", "apex", "megatron", "transformer_engine")
+"""Packages whose norms are those that a config names."""
+
 
 def split_norms(module: Any, names: tuple[str, ...]) -> None:
     """Put norms of shares of the stream in the place of a module's norms, where it has them and the stream is split."""
@@ -39,6 +42,11 @@ def split_norm(norm: nn.Module, config: Any, mesh: Mesh, scattered: bool, name: 
     Raises:
         ValueError: gy does not divide the hidden size, or the norm is of another kind.
     """
+    if not any(type(norm).__module__.startswith(f"{known}.") for known in _KNOWN):
+        raise ValueError(
+            f"{name} is a {type(norm).__name__}, in whose place axonn3d would put a {config.normalization}: of norms of one's own it does not "
+            "know how they lie on a grid; use those of Megatron's specs, or leave gx and gy at 1"
+        )
     like = next(norm.parameters())
     return new_norm(config, mesh, scattered, name, like.device, like.dtype)
 

@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
+
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.hosts.megatron import engine
 from axonn_plugins.hosts.megatron.features import ALIKE, EIGHT_BITS, FEATURES, MIXERS, MODELS, MUON, SHARED, Feature
@@ -87,6 +89,28 @@ def check_model(kind: type) -> None:
             model, why = MODELS[base.__name__]
             raise ConfigError(
                 f"axonn3d does not split {model} ({kind.__name__}): {why}; use GPTModel or MambaModel, or leave the grid out"
+            )
+
+
+_THEIRS = ("megatron.core.tensor_parallel.layers", "megatron.core.extensions.transformer_engine")
+
+
+def check_layers(model: nn.Module) -> None:
+    """Refuse Megatron's own split layers in a model whose stream is split: they would read a share of it as whole.
+
+    Args:
+        model: that was just made.
+
+    Raises:
+        ConfigError: names the first one.
+    """
+    for name, module in model.named_modules():
+        kinds = type(module).__mro__
+        theirs = any(one.__module__ in _THEIRS and one.__name__.endswith(("Linear", "Embedding")) for one in kinds)
+        if theirs and not kinds[0].__module__.startswith("axonn_plugins."):
+            raise ConfigError(
+                f"{name} is a {kinds[0].__name__} of Megatron's own split, which axonn3d does not know: its specs are of other layers once "
+                "Megatron is initialised; make them by get_gpt_layer_local_spec and the like after that, not when the script is imported"
             )
 
 

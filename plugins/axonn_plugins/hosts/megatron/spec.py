@@ -28,6 +28,7 @@ from axonn_plugins.hosts.megatron import (
     context,
     grouped,
     latent,
+    loss,
     mamba,
     moe,
     mtp,
@@ -42,7 +43,6 @@ from axonn_plugins.hosts.megatron.engine_layers import (
 )
 from axonn_plugins.hosts.megatron.forward import watch_forward
 from axonn_plugins.hosts.megatron.layers import ColumnParallelLinear, RowParallelLinear
-from axonn_plugins.hosts.megatron.loss import language_model_loss
 from axonn_plugins.hosts.megatron.norms import split_norms
 from axonn_plugins.hosts.megatron.originals import Originals
 from axonn_plugins.hosts.megatron.parameters import (
@@ -52,7 +52,7 @@ from axonn_plugins.hosts.megatron.parameters import (
     with_promised_sums,
 )
 from axonn_plugins.hosts.megatron.randomness import HeadsDropout, StreamDropout, bias_dropout_add_in_stream, seeded
-from axonn_plugins.hosts.megatron.refusals import check_config, check_model
+from axonn_plugins.hosts.megatron.refusals import check_config, check_layers, check_model
 from axonn_plugins.hosts.megatron.settings import Settings
 from axonn_plugins.hosts.megatron.sharing import heads_over, share_of_stream, stream_over, whole_stream
 from axonn_tp.comm.collectives import gather_to
@@ -89,11 +89,10 @@ def install(settings: Settings) -> None:
         _originals.wrap(block, "set_input_tensor", _takes_whole)
         _originals.wrap(block, "forward", _gives_whole)
     _originals.wrap(language_module.LanguageModule, "__init__", _of_models_that_are_split)
-    _originals.replace(language_module.LanguageModule, "compute_language_model_loss", language_model_loss)
     _originals.wrap(DistributedDataParallel, "__init__", with_promised_sums)
     _originals.wrap(DistributedDataParallel, "finish_grad_sync", with_partial_sums)
     _originals.wrap(DistributedDataParallel, "broadcast_params", with_all_replicas)
-    for part in (moe, latent, mtp, muon, chain):
+    for part in (moe, latent, loss, mtp, muon, chain):
         part.install(_originals)
     for part in (context, grouped):
         part.install(_originals, _providers())
@@ -211,7 +210,8 @@ def _takes_whole(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def set_input_tensor(self: Any, input_tensor: Tensor | None) -> None:
         if input_tensor is not None:
-            input_tensor = share_of_stream(input_tensor, process_groups.settings(), process_groups.mesh())
+            streams = mtp.streams_of_loss(self.config) if self.post_process else 1
+            input_tensor = mtp.of_each(share_of_stream, input_tensor, streams)
         original(self, input_tensor)
 
     return set_input_tensor
@@ -221,7 +221,9 @@ def _gives_whole(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         output = original(self, *args, **kwargs)
-        return output if self.post_process else whole_stream(output, process_groups.settings(), process_groups.mesh())
+        # Predictions of this stage go on with a share.
+        goes_on = self.post_process or getattr(self, "axonn_predicts", False)
+        return output if goes_on else whole_stream(output, process_groups.settings(), process_groups.mesh())
 
     return forward
 
@@ -244,6 +246,11 @@ def _with_forward(original: Callable[..., None]) -> Callable[..., None]:
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         check_config(config)
         original(self, config, *args, **kwargs)
+        if stream_over(process_groups.settings(), process_groups.mesh()):
+            check_layers(self)
+        if getattr(self, "mtp_process", False):
+            self.decoder.axonn_predicts = True
+            self.mtp.axonn_alone = not self.post_process
         watch_forward(self)
 
     return init
