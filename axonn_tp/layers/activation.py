@@ -26,6 +26,7 @@ from axonn_tp.comm.shard_gradients import OwnRead
 from axonn_tp.grid.mesh import AXES, Mesh
 from axonn_tp.layers.dropout import drawing, forked
 from axonn_tp.layers.tokens import Tokens, followed, joined
+from axonn_tp.layers.whole_weight import WholeWeight, in_place
 
 unwatched = torch._C.DisableTorchFunctionSubclass
 """Inside, activations are treated as plain tensors, and what is made of them is plain."""
@@ -214,9 +215,7 @@ uses_on_shares: list[UsesOnShares] = []
 def _noted_uses(
     function: Any, args: tuple, kwargs: dict[str, Any], over: tuple[str, ...]
 ) -> tuple[tuple, dict[str, Any]]:
-    name = getattr(function, "__name__", "")
-    changed = name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    kept = 1 if changed else 0  # what is changed in place stays itself
+    kept = 1 if in_place(function) else 0  # what is changed in place stays itself
     noted = tuple(_noted_use(arg, over) for arg in args[kept:])
     return (*args[:kept], *noted), {key: _noted_use(arg, over) for key, arg in kwargs.items()}
 
@@ -224,7 +223,7 @@ def _noted_uses(
 def _noted_use(arg: Any, over: tuple[str, ...]) -> Any:
     if type(arg) in (tuple, list):
         return type(arg)(_noted_use(one, over) for one in arg)
-    if type(arg) not in (Tensor, Parameter) or not (arg.requires_grad or type(arg) is Parameter):
+    if type(arg) not in (Tensor, Parameter, WholeWeight) or not (arg.requires_grad or type(arg) is Parameter):
         return arg
     uses = uses_on_shares[-1]
     if type(arg) is Parameter:
@@ -304,4 +303,4 @@ def leave_to_eager() -> None:
     for module in pkgutil.iter_modules(package.submodule_search_locations, "axonn_tp."):
         if module.name != "axonn_tp.compiled":
             torch._dynamo.trace_rules.add(module.name)
-    torch._dynamo.config.nontraceable_tensor_subclasses.add(Activation)
+    torch._dynamo.config.nontraceable_tensor_subclasses.update({Activation, WholeWeight})

@@ -20,6 +20,7 @@ from axonn_tp.grid.distribute import distribute
 from axonn_tp.grid.layout import Layout
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.exports import give_whole, in_shards, taken_shards
+from axonn_tp.layers.whole_weight import WholeWeight
 from axonn_tp.options import Options
 
 
@@ -159,7 +160,9 @@ class SplitWeight(Split):
         if "gathers" in self.__dict__ and self.gathers.in_forward:
             shard = self._shard()
             own = OwnRead.apply(shard) if self.mesh.size("z") > 1 else shard
-            return whole_parameter(own, self.layouts["weight"], self.mesh)
+            whole = whole_parameter(own, self.layouts["weight"], self.mesh)
+            copied = whole.data_ptr() != shard.data_ptr()
+            return WholeWeight.of(whole, getattr(self, "axonn_name", type(self).__name__)) if copied else whole
         return self._shard()
 
     @weight.setter

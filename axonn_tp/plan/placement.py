@@ -246,7 +246,7 @@ def _scattering(model: nn.Module, named: Mapping[str, LayerPlan], grid: Grid) ->
     """For each normal, transposed or head layer, by name: true if features between a pair are scattered over both axes.
 
     All layers of a pair must agree, so all of them scatter or none. The normal layers of a transposed one (q, k and v; gate and up) are
-    those before it, and those beside it in a module that has no other, in whatever order they were made.
+    those before it, and those beside it or inside of what is beside it, in a module that has no other, in whatever order they were made.
     """
     only = _only_transposed(model, named)
     pairs: list[set[str]] = []
@@ -257,9 +257,11 @@ def _scattering(model: nn.Module, named: Mapping[str, LayerPlan], grid: Grid) ->
         if kind == "normal":
             plan = named[name]
             able[name] = LinearSplit(parts=plan.parts, heads=plan.heads).can_scatter(_outputs(module), grid)
-            beside = only.get(name.rpartition(".")[0])
-            if beside is not None:
-                _join(pairs, {name, beside})
+            holder = name.rpartition(".")[0]
+            while holder and holder not in only:  # what is added to a pair's layer may lie deeper, as an adapter does
+                holder = holder.rpartition(".")[0]
+            if holder in only:
+                _join(pairs, {name, only[holder]})
         if kind in ("normal", "group_norm"):
             waiting.append(name)
         elif kind == "transposed":

@@ -246,14 +246,30 @@ class Tied(nn.Module):
         return self.layer.weight.shape, self.layer(x).shape
 
 
+class Clamping(Tied):
+    """Changes a weight in its forward, as models do whose weights are to be positive."""
+
+    limit = 9.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert (x @ self.layer.weight.t()).shape == self.layer(x).shape
+        self.layer.weight.data.clamp_(-self.limit, self.limit)
+        return self.layer(x)
+
+
 def shapes() -> list[tuple[int, ...]]:
-    """Of a weight inside and outside of its model's forward, while another model of the mesh runs."""
+    """Of a weight inside and outside of its model's forward, while another model of the mesh runs; one that changes it is refused."""
     mesh = Mesh.create(2)
     model: Any = axonn_tp.parallelize(Tied(nn.Linear(4, 6)), mesh)
     other = axonn_tp.parallelize(Tied(nn.Linear(4, 6)), mesh)
     found = [tuple(model(torch.randn(2, 4))[0])]
     other.register_forward_pre_hook(lambda *_: found.append(tuple(model.layer.weight.shape)))
     other(torch.randn(2, 4))
+    clamping: Any = axonn_tp.parallelize(Clamping(nn.Linear(4, 6)), mesh)
+    clamping(torch.randn(2, 4))
+    clamping.limit = 0.01
+    with pytest.raises(ValueError, match="changes the weight of layer layer, which is split"):
+        clamping(torch.randn(2, 4))
     return found
 
 

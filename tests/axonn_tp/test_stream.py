@@ -136,29 +136,35 @@ class Streamed(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what = what
-        self.table, self.places, self.norm = nn.Embedding(10, 8), nn.Embedding(99, 8), nn.LayerNorm(8)
-        self.up, self.down, self.gate, self.head = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 1), nn.Linear(8, 10)
+        self.table, self.norm = nn.Embedding(10, 8), nn.LayerNorm(8)
+        self.up, self.down, self.head = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 10)
+        self.gate = nn.Linear(8, 1) if what == "gate" else None
+        self.seen = nn.Linear(3, 8) if what == "images" else None
+        self.places = nn.Embedding(99, 8) if what == "places" else None
         self.scale = nn.Parameter(torch.ones(8))
 
-    def forward(self, ids: torch.Tensor) -> Any:
+    def forward(self, ids: torch.Tensor, images: torch.Tensor | None = None) -> Any:
         x = self.table(ids)
+        if self.seen is not None and images is not None:
+            x = x.masked_scatter((ids == 9)[..., None], self.seen(images))
         inner = self.down(F.silu(self.up(self.norm(x))))
         between = {
             "nothing": lambda: x + inner,
             # All shapes stay valid and all values are right, but the gate's gradient is that of a share.
-            "gate": lambda: x + inner * self.gate(x),
+            "gate": lambda: x + inner * self.gate(x),  # type: ignore[misc]
             "mean": lambda: x + inner - inner.mean(-1, keepdim=True),
             "parameter": lambda: x + inner * self.scale,
             "tokens": lambda: x + inner.cumsum(-2),
             # Places counted in a share are those of another rank.
             "places": lambda: x + inner + self.places(torch.arange(x.shape[-2])),
+            "images": lambda: x + inner,
             "returned": lambda: x + inner,
         }
         x = between[self.what]()
         return (self.head(x), x) if self.what == "returned" else self.head(x)
 
 
-@pytest.mark.parametrize("what", ["nothing", "gate", "mean", "parameter", "tokens", "places", "returned"])
+@pytest.mark.parametrize("what", ["nothing", "gate", "mean", "parameter", "tokens", "places", "images", "returned"])
 def test_a_stream_is_split_only_where_that_is_proven(what: str) -> None:
     plan, report = auto_plan(Streamed(what), Grid(2, 2))
     assert {name for name, layer in plan.items() if layer.kind in ("normal", "transposed")} == {"up", "down"}

@@ -153,6 +153,13 @@ def refused(folder: str, grid: dict[str, Any], readers: int, **more: Any) -> str
     return told.splitlines()[0]
 
 
+def distilled(folder: str, grid: dict[str, Any], readers: int) -> str:
+    forget()
+    arguments = trl.DistillationConfig(**preferred(folder, 8, grid, readers))
+    told: str = attempt(lambda: trl.DistillationTrainer(llama(), llama(), arguments, samples(8, 1), None, tokenizer()))
+    return told.splitlines()[0]
+
+
 BOTH, X, Z = {"gx": 2, "gz": 2, "plan": "auto"}, {"gx": 2, "plan": "auto"}, {"gz": 2, "plan": "auto"}
 
 
@@ -164,6 +171,7 @@ def every(folder: str, grids: dict[str, dict[str, Any]], ranks: int) -> dict[str
     if ranks > 1:
         grid = BOTH if ranks == 4 else Z
         found["sorted"] = refused(folder, grid, 2, loss_type="aot")
+        found["distilled"] = distilled(folder, grid, 2)
         found["memory"] = refused(folder, grid, 2, precompute_ref_log_probs=True)
     return found
 
@@ -180,6 +188,7 @@ def test_as_in_one_process(tmp_path: Any, ranks: int, grids: dict[str, dict[str,
     (wanted,) = run_ranks(every, 1, str(tmp_path), grids, 1)
     for found in run_ranks(every, ranks, str(tmp_path), grids, ranks):
         assert 'loss_type = "aot" sorts the pairs of a batch' in found["sorted"] and one_sentence(found["sorted"])
+        assert "gz = 2 with TRL's DistillationTrainer" in found["distilled"] and one_sentence(found["distilled"])
         assert "needs a dataset that is in files" in found["memory"] and one_sentence(found["memory"])
         for name, expected in wanted.items():
             tried = found[name]

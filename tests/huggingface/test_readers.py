@@ -174,6 +174,19 @@ def generated(grid: dict[str, Any] | None, differ: bool) -> Any:
         return {"said": str(error)}
 
 
+def assisted(grid: dict[str, Any] | None) -> Any:
+    """What a reader writes on a prompt by looking words up in it; the second goes on when the first has come to its end."""
+    model, prompts = gpt2(), torch.tensor([[3, 7, 3], [5, 9, 5]])
+    if grid is not None:
+        raw = {"train_batch_size": 2, "axonn": {"tensor_parallel": grid}}
+        model = deepspeed.initialize(model=model, config=raw)[0].module
+    write = partial(model.eval().generate, do_sample=False, pad_token_id=0)
+    end = int(write(prompts[:1], max_new_tokens=2)[0, -1])
+    own = prompts if grid is None else prompts[dist.get_rank() :][:1]
+    more = {"max_new_tokens": 4, "prompt_lookup_num_tokens": 2, "eos_token_id": end}
+    return [write(prompt[None], **more)[0].tolist() for prompt in own]
+
+
 def refused(function: Any, config: dict[str, Any]) -> str:
     try:
         function(config, 1)
@@ -231,6 +244,7 @@ def every_trainer(config: bool, wanted: set[str], streamed: set[str] | None = No
     found["generated"] = [
         attempt(generated, grid, False) for grid in ((GRIDS["gx"], GRIDS["gy"]) if config else (None,))
     ]
+    found["assisted"] = attempt(assisted, GRIDS["gz"] if config else None)
     if config:
         found["prompts differ"] = attempt(generated, GRIDS["gx"], True)
         forget()
@@ -328,7 +342,9 @@ def test_a_loop_on_accelerate(name: str, one: dict[str, Any], ranks: list[dict[s
 
 
 def test_the_inner_module_generates(one: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
+    assert len(one["assisted"][0]) < len(one["assisted"][1]), one["assisted"]
+    for number, rank in enumerate(ranks):
+        assert rank["assisted"] == [one["assisted"][number]]
         assert rank["generated"] == one["generated"] * 2
         said = of(rank, "prompts differ")["said"]
         assert said.startswith("the model's argument input_ids differs on rank 1 from that of rank 0")

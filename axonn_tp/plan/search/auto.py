@@ -118,6 +118,7 @@ class _Finder:
         self._trials = Judge(self.shadow, self.sizes, grid, self.reasons)
         self._verdicts: dict[Hashable, Group | str] = {}
         self._whole: Arguments | None = None
+        self._uncalled = ""
         self._groups: list[Group] = []
 
     def accepted(self) -> list[Group]:
@@ -133,6 +134,7 @@ class _Finder:
             traced.groups = [group for group in judged if group is not None]
             found += self._apart(traced, users)
             self._whole = traced.run.arguments[""] if not traced.name else None
+            self._uncalled = min(self.sizes.keys() - traced.run.inputs.keys(), default="")
             traced.run = Run()
         self._groups = list(found)
         taken = {name for group in found for name in (*group.normal, group.transposed)}
@@ -324,6 +326,8 @@ class _Finder:
             raise Mismatch("layers are called for some inputs only")
         if self._whole is None or len(plan) != sum(len(group.normal) + 1 for group in groups):
             raise Mismatch("the model could not be traced as a whole")
+        if self._uncalled:
+            raise Mismatch(f"{self._uncalled} is not called on these inputs, and what it gives may come into it")
         assert self.shadow is not None
         if self.shadow.replaced:
             raise Mismatch("a forward was replaced by one that may go other ways than the guessed inputs show")

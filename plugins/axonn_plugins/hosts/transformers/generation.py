@@ -7,7 +7,9 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 
 def patch(module: ModuleType) -> None:
@@ -15,6 +17,7 @@ def patch(module: ModuleType) -> None:
     kind = module.GenerationMixin
     if not getattr(kind.generate, "axonn", False):
         kind.generate = _together(kind.generate)
+        kind._assisted_decoding = _each_its_own(kind._assisted_decoding)
 
 
 def _together(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,6 +30,32 @@ def _together(original: Callable[..., Any]) -> Callable[..., Any]:
 
     generate.axonn = True  # type: ignore[attr-defined]
     return generate
+
+
+def _each_its_own(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def _assisted_decoding(self: Any, ids: Tensor, *given: Any, synced_gpus: bool = False, **named: Any) -> Any:
+        """The model's own, which where ranks wait for each other writes on behind the end of a sequence; a rank that is done calls the model on a token."""
+        if not synced_gpus or not gathers(self):
+            return original(self, ids, *given, synced_gpus=synced_gpus, **named)
+
+        def any_goes_on(this: bool) -> bool:
+            told = torch.tensor(float(this), device=ids.device)
+            dist.all_reduce(told)
+            return told.item() > 0
+
+        before_each = self.register_forward_pre_hook(lambda *_: any_goes_on(True) and None, prepend=True)
+        try:
+            found = original(self, ids, *given, synced_gpus=False, **named)
+        finally:
+            before_each.remove()
+        encoded, token = named.get("encoder_outputs"), ids[:, :1]
+        one = {"input_ids": token} if encoded is None else {"decoder_input_ids": token, "encoder_outputs": encoded}
+        while any_goes_on(False):
+            self(**one, use_cache=False)
+        return found
+
+    return _assisted_decoding
 
 
 def gathers(model: nn.Module) -> bool:

@@ -54,6 +54,27 @@ def refuse_orders(self: Any) -> None:
         )
 
 
+def refuse_heads(self: Any) -> None:
+    """Refuse TRL's DistillationTrainer of split models: it multiplies by the heads' weights where the teacher's forward is over.
+
+    Raises:
+        ConfigError: weights would be split.
+    """
+    theirs = any(base.__module__ == "trl.trainer.distillation_trainer" for base in type(self).__mro__)
+    block = (
+        self.accelerator.state.deepspeed_plugin.deepspeed_config["axonn"]
+        if theirs and has_block(self.accelerator)
+        else {}
+    )
+    sizes = {axis: size for axis in ("gx", "gy", "gz") if (size := block.get("tensor_parallel", {}).get(axis, 1)) != 1}
+    if sizes:
+        raise ConfigError(
+            f"{' and '.join(f'{axis} = {size}' for axis, size in sizes.items())} with TRL's DistillationTrainer, which multiplies hidden states by the weights "
+            "of both models' heads outside of the teacher's forward, where a rank has shards; use GKDTrainer of trl.experimental.gkd, which takes what the "
+            "models give, or data parallelism alone"
+        )
+
+
 class _OfAll(TorchFunctionMode):
     _in_models = False
 

@@ -16,7 +16,7 @@ from axonn_plugins.hosts.transformers.accelerate_patch import has_state, notice,
 from axonn_plugins.hosts.transformers.asking import ask
 from axonn_plugins.hosts.transformers.readers import Readers, has_block, replicas
 from axonn_plugins.hosts.transformers.sizes import open_sizes, settle
-from axonn_plugins.hosts.transformers.tokens import refuse_orders
+from axonn_plugins.hosts.transformers.tokens import refuse_heads, refuse_orders
 
 _MICRO = "train_micro_batch_size_per_gpu"
 _SIZE, _BOTH = ("world_size",), ("world_size", "process_index")
@@ -109,6 +109,7 @@ def _choosing(original: Callable[..., None]) -> Callable[..., None]:
         if plugin is not None and open_sizes(plugin.deepspeed_config):
             _settle(self, plugin.deepspeed_config)
         refuse_orders(self)
+        refuse_heads(self)
 
     return __init__
 
