@@ -195,6 +195,7 @@ NOT_ASKED_OF_A_DEVICE = {
     "plugins/axonn_plugins/ted/regression_training.py": "training that is compared, by a command of its own",
     "plugins/axonn_plugins/ted/stock.py": "the same",
     "plugins/axonn_plugins/weights/generate.py": "a command of its own",
+    "axonn_tp/comm/same_on_replicas.py": "random states of ranks that were seeded differently, of which no case is",
     "ted_moe/gradients.py": "no case has a script's own norm behind ted_moe.sync_gradients on the device",
 }
 

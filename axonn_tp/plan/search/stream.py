@@ -105,11 +105,7 @@ class StreamPass:
         return leaf.clone()
 
     def _pure(self, tensor: Tensor, kind: str, what: str) -> None:
-        """Refuse an activation of one kind that was made of another: its gradient would be that of a part.
-
-        Raises:
-            Mismatch: it was.
-        """
+        """Raise `Mismatch` where an activation of one kind was made of another: its gradient would be that of a part."""
         same_kind = {"whole", "stream"} if self._seat.trivial and kind != "pair" else {kind}
         others = [leaf for other in self._leaves.keys() - same_kind for leaf in self._leaves[other]]
         if self._shadow.reaches(tensor, others):
@@ -117,11 +113,7 @@ class StreamPass:
         self._used["whole" if "whole" in same_kind else kind] |= Reach(self._parameters)(tensor)
 
     def embedding(self, name: str, input: Tensor) -> Tensor:
-        """This rank's share of what was looked up, of the same rows as in the whole pass.
-
-        Raises:
-            Mismatch: they are others, as those of places that code counts in a share.
-        """
+        """This rank's share of what was looked up; rows must be those of the whole pass, and are not where code counts places in a share."""
         call = self._call(name)
         if not equal(input, self._run.inputs[name][call]):
             raise Mismatch(f"{name} looks other rows up on a share")

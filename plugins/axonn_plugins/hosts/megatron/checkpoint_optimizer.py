@@ -195,7 +195,7 @@ def _saved_as_one(original: Any) -> Any:
 
 
 def as_of_one(loaded: dict[Any, Any]) -> dict[Any, Any]:
-    """What stock Megatron saved of an optimizer of experts and one of all else, as of one.
+    """Join what stock Megatron saved of an optimizer of experts and one of all else.
 
     Args:
         loaded: tensors as of one, whose names are the same, and all else under the numbers of the two; of optimizers of several kinds, that

@@ -41,7 +41,7 @@ class CheckedCheckpoints(DeepSpeedEngine):
 
     @contextmanager
     def _told_together(self) -> Iterator[None]:
-        """What DeepSpeed's files cannot take on one rank is raised on all, when the others have come through DeepSpeed's barriers.
+        """Raise on all ranks what DeepSpeed's files cannot take on one, when the others have come through DeepSpeed's barriers.
 
         Raises:
             ConfigError: a file that cannot be written.
