@@ -156,7 +156,8 @@ def refused(folder: str, grid: dict[str, Any], readers: int, **more: Any) -> str
 def distilled(folder: str, grid: dict[str, Any], readers: int) -> str:
     forget()
     arguments = trl.DistillationConfig(**preferred(folder, 8, grid, readers))
-    told: str = attempt(lambda: trl.DistillationTrainer(llama(), llama(), arguments, samples(8, 1), None, tokenizer()))
+    data = samples(8, 1)
+    told: str = attempt(lambda: trl.DistillationTrainer(llama(), llama(), arguments, data, data, tokenizer()))
     return told.splitlines()[0]
 
 
