@@ -187,6 +187,7 @@ NOT_ASKED_OF_A_DEVICE = {
     "plugins/axonn_plugins/pipeline/lead.py": "gloo's group",
     "plugins/axonn_plugins/hosts/lightning/streams.py": "readers' first batches, before training",
     "plugins/axonn_plugins/hosts/megatron/parameters.py": "weights of experts, once before training",
+    "plugins/axonn_plugins/hosts/transformers/generation.py": "one answer for all ranks that generate, by assisted decoding",
     "plugins/axonn_plugins/hosts/transformers/unfilled.py": "readers' generators, once an epoch",
     "plugins/axonn_plugins/pccl/device_tuner.py": "calls that are timed, the device is waited for behind each",
     "plugins/axonn_plugins/hosts/megatron/mamba.py": "no case has Megatron's Mamba layers on the device",
