@@ -117,13 +117,8 @@ class StreamPass:
         self._used["whole" if "whole" in same_kind else kind] |= Reach(self._parameters)(tensor)
 
     def embedding(self, name: str, input: Tensor) -> Tensor:
-        """This rank's share of what was looked up, of the same rows as in the whole pass.
-
-        Raises:
-            Mismatch: they are others, as those of places that code counts in a share.
-        """
-        call = self._call(name)
-        if not equal(input, self._run.inputs[name][call]):
+        """This rank's share of what was looked up, which must be the rows of the whole pass: not places counted in a share."""
+        if not equal(input, self._run.inputs[name][call := self._call(name)]):
             raise Mismatch(f"{name} looks other rows up on a share")
         self.embeddings.add(name)
         return self._answer(self._seat.of(self._run.results[name][call]), "stream")
