@@ -211,8 +211,9 @@ def as_of_one(loaded: dict[Any, Any]) -> dict[Any, Any]:
         (part["optimizer"] if nested else part).pop("param_groups")
     inner = loaded.setdefault("optimizer", {}) if nested else loaded
     # Numbers of parameters are of this run, and in its order.
+    places: list[dict[str, Any]] = inner.get("param_groups", [])
     inner["param_groups"] = [
-        {**group, **place} for group, place in zip_longest(groups, inner.get("param_groups", ()), fillvalue={})
+        {**group, **place} for group, place in zip_longest(groups, places, fillvalue=dict[str, Any]())
     ]
     return _filled(loaded, parts[0])
 
