@@ -50,7 +50,7 @@ class SameOnReplicas:
             ValueError: ranks of x or y have others; the same on all of them.
         """
         self._passes += 1
-        if not self.looks or self._passes & (self._passes - 1):
+        if not self.looks or self._passes & (self._passes - 1) or _capturing(self._mesh.device):
             return
         states = _states(self._mesh.device)
         digests = torch.tensor([zlib.crc32(state.numpy().tobytes()) for state in states], dtype=torch.float64)
@@ -65,6 +65,11 @@ class SameOnReplicas:
             )
         if (digests != digests[0]).any():
             _take_first(self._mesh.group("model"), states, self._mesh.device)
+
+
+def _capturing(device: torch.device) -> bool:
+    """True within a CUDA graph's capture, in which nothing can be read."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _sketch_of(leaves: Iterable[Any]) -> Tensor:

@@ -15,6 +15,7 @@ import axonn_tp
 from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, LayerPlan, Mesh, Options, place
+from axonn_tp.comm.same_on_replicas import leave_to_host
 from tests.axonn_tp.test_grids import gpt_plan, largest_error, whole
 from tests.distributed import run_ranks
 from tests.matrix import thorough
@@ -44,6 +45,7 @@ def autocast_pass(grid: Grid, options: Options) -> tuple[dict[str, float], list,
         for made in placement.collectives(CONFIG.context if placement.name == "positions" else rows, grid):
             expected.append((made.op, made.axis, made.elements, options.itemsize(made, dtype)))
     axonn_tp.parallelize(parallel, mesh, gpt_plan(CONFIG.heads), options)
+    leave_to_host(parallel)
     exact(ids[:, :-1], ids[:, 1:]).backward()
     part = mesh.shard_batch(ids)
     with torch.autocast("cpu", torch.bfloat16):

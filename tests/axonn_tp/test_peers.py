@@ -26,6 +26,7 @@ import axonn_tp
 from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, LayerPlan, Mesh, Options
+from axonn_tp.comm.same_on_replicas import leave_to_host
 from tests.axonn_tp.test_grids import TOLERANCE, gpt_plan
 from tests.distributed import run_ranks
 
@@ -188,6 +189,7 @@ def columns_and_rows(layout: str) -> tuple[Any, Any]:
     axonn_tp.parallelize(
         ours, mesh, {"*.fc1": LayerPlan("normal"), "*.fc2": LayerPlan("transposed")}, Options(layout=layout)
     )
+    leave_to_host(ours)
     for block in theirs:
         parallelize_module(block, tensor, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
     share = mesh.shard_batch
