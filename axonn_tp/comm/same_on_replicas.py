@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from axonn_tp.comm.collectives import all_gather
+from axonn_tp.comm.overlap import in_backward
 from axonn_tp.comm.unplanned_gradients import BINS, differing_axes, sketch
 from axonn_tp.grid.mesh import Mesh
 
@@ -49,8 +50,10 @@ class SameOnReplicas:
         Raises:
             ValueError: ranks of x or y have others; the same on all of them.
         """
+        if not self.looks or in_backward() or _within_checkpoint():
+            return
         self._passes += 1
-        if not self.looks or self._passes & (self._passes - 1) or _capturing(self._mesh.device):
+        if self._passes & (self._passes - 1) or _capturing(self._mesh.device):
             return
         states = _states(self._mesh.device)
         digests = torch.tensor([zlib.crc32(state.numpy().tobytes()) for state in states], dtype=torch.float64)
@@ -65,6 +68,11 @@ class SameOnReplicas:
             )
         if (digests != digests[0]).any():
             _take_first(self._mesh.group("model"), states, self._mesh.device)
+
+
+def _within_checkpoint() -> bool:
+    """True if the pass will be made again, with these random numbers and the same collectives."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
 
 
 def _capturing(device: torch.device) -> bool:
