@@ -43,6 +43,24 @@ def test_clipping_of_gradients_that_are_not_there_is_refused():
     assert nn.utils.get_total_norm([p.grad for p in other.parameters()]) == pytest.approx(0.1, rel=1e-4)
 
 
+def test_a_gradient_by_hand_counts_alone_or_is_refused():
+    model, masks = pruned()
+    dense = copy.deepcopy(model)
+    optimizer, plain = samo.Optimizer(SGD, model, masks), SGD(dense.parameters())
+    for net, steps in ((model, optimizer), (dense, plain)):
+        torch.manual_seed(3)
+        for parameter in net.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        steps.step()
+    for (name, mine), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+        keep = masks.get(name, torch.ones_like(mine, dtype=torch.bool))
+        torch.testing.assert_close(mine, torch.where(keep, theirs, 0))
+    train(model, lambda: None)
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    with pytest.raises(RuntimeError, match=r"'0\.weight' was given a gradient by hand beside.*register_hook"):
+        optimizer.step()
+
+
 def test_an_optimizer_that_steps_by_another_is_refused():
     class Ahead(torch.optim.Optimizer):
         def __init__(self, groups):

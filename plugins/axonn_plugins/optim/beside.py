@@ -96,7 +96,7 @@ def look_around(optimizer: FlatOptimizer) -> None:
     """Before a step: take gradients that a script has set by hand, and weights that it has written.
 
     Raises:
-        RuntimeError: gradients that would be left out, or that were never summed.
+        RuntimeError: gradients that would be left out, that were never summed, or of which there are two.
     """
     if optimizer.superseded is not None:
         raise RuntimeError(
@@ -112,6 +112,11 @@ def look_around(optimizer: FlatOptimizer) -> None:
     for entry in optimizer.entries:
         if entry.parameter.grad is not None:
             _refuse_left_over(entry)
+            if entry.arrived:
+                raise RuntimeError(
+                    f"{entry.name!r} was given a gradient by hand beside the one that backward brought, which the optimizer has taken already; change "
+                    "gradients as they come, in parameter.register_hook, or give the parameter one without a backward pass"
+                )
             optimizer._take(entry)
     if (now := versions_of(optimizer.entries)) != optimizer._versions:
         pairs = zip(optimizer.entries, now, optimizer._versions, strict=True)
