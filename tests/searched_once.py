@@ -23,6 +23,8 @@ def share_searches(folder: str) -> None:
     search, numbers = auto._search, count()
 
     def once(model: nn.Module, grid: Any, example_inputs: Any, options: Any, reuse: bool) -> Any:
+        if any(hasattr(parameter, "axonn_layout") for parameter in model.parameters()):
+            return search(model, grid, example_inputs, options, reuse)  # split before, so that its layers communicate
         tensors = [(name, one.shape, one.dtype, one.device) for name, one in model.state_dict().items()]
         built = (tensors, model.training, str(model), str(getattr(model, "config", None)))
         key = hashlib.sha256(repr((next(numbers), built, grid, options, reuse)).encode()).hexdigest()
