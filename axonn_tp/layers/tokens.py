@@ -159,6 +159,8 @@ def _same_but_first(one: Tensor, other: Tensor, dim: int) -> bool:
 
 def _described(argument: Any) -> Any:
     """An argument of which only the form decides if a function looks across tokens."""
+    if isinstance(argument, float):
+        return float  # one that changes from step to step would be tried anew in each
     if not isinstance(argument, Tensor):
         return argument
     return tuple(argument.shape) if type(argument) is Parameter else argument.dim()
