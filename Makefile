@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_USE_PEP517 := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test docs wheel compatibility lint style types native suite compiler clean
+.PHONY: help setup train test coverage docs wheel compatibility lint style types native suite compiler clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -34,17 +34,25 @@ test: style compiler ## lint, and run the tests; make test ARGS="-k mesh"
 	@# its one core.
 	@$(MAKE) --no-print-directory -j 3 native types suite
 
+RUN := python
 # Two files of tests at a time: most start ranks, but some wait, and some compute in one process. tests/conftest.py orders them.
 suite:
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=1 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=1 $(ARGS)
+
+coverage: $(VENV)/.coverage compiler ## run the tests, in twice their time, and list the files outside of them with lines that none reaches
+	@$(MAKE) --no-print-directory native
+	$(BIN)/coverage erase
+	$(MAKE) --no-print-directory suite RUN="coverage run"
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report
 
 docs: $(VENV)/.docs ## build the documentation into the folder site, without network once its tools are there
 	$(BIN)/python docs/code/build.py
 
 # The tools alone: with the package, pip would build it anew each time, and look all that it stands on up.
-EXTRA := from configparser import ConfigParser as C; c = C(); c.read("setup.cfg"); print(*c["options.extras_require"]["docs"].split())
-$(VENV)/.docs: $(READY)
-	$(BIN)/pip install -q --no-compile -c constraints.txt $$($(BIN)/python -c '$(EXTRA)')
+EXTRA := import sys; from configparser import ConfigParser as C; c = C(); c.read("setup.cfg"); print(*c["options.extras_require"][sys.argv[1]].split())
+$(VENV)/.docs $(VENV)/.coverage: $(VENV)/.%: $(READY)
+	$(BIN)/pip install -q --no-compile -c constraints.txt $$($(BIN)/python -c '$(EXTRA)' $*)
 	@touch $@
 
 wheel: $(READY) ## build sdist and wheel into dist, and check the wheel alone in a bare environment

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -203,9 +204,15 @@ def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
                     examine(optimizer, group, torch.zeros([0] * max(dims, 1), device=device, dtype=dtype), {})
     except NotElementwiseError:
         return True
-    except Exception:  # what of an optimizer cannot step a stand-in is its own affair
-        return False
+    except Exception as error:
+        _say_untried(optimizer, error)
     return False
+
+
+def _say_untried(optimizer: torch.optim.Optimizer, error: Exception) -> None:
+    """An optimizer may need what a stand-in has not, such as a sparse gradient."""
+    said = f"{type(optimizer).__name__} cannot be tried on a small tensor ({type(error).__name__}: {error}), so that it is taken to step each element by "
+    warnings.warn(f"{said}itself; one that takes norms or counts calls steps otherwise on shards", stacklevel=2)
 
 
 def needs_whole_matrices(name: str) -> bool:
@@ -315,17 +322,14 @@ def _steps_one_by_one(
     try:
         with torch.random.fork_rng([]):
             together, apart = moved([places]), moved([[place] for place in places])
-    except Exception:  # what of an optimizer cannot step a stand-in is its own affair
+    except Exception as error:
+        _say_untried(optimizer, error)
         return True
     return all(bool((a - b).norm() <= 1e-6 * a.norm()) and bool(a.any()) for a, b in zip(together, apart, strict=True))
 
 
 def _two_steps(
-    optimizer: torch.optim.Optimizer,
-    options: dict[str, Any],
-    weights: Tensor,
-    gradient: Tensor,
-    state: dict[str, Any],
+    optimizer: torch.optim.Optimizer, options: dict[str, Any], weights: Tensor, gradient: Tensor, state: dict[str, Any]
 ) -> tuple[list[int], frozenset[str]]:
     """Step twice; the most bytes allocated in each step, and the state's keys."""
     if state:
@@ -336,12 +340,8 @@ def _two_steps(
             # What bounds a step by moments finds nothing to bound where gradients stay what they were.
             for given in (gradient, 5 * gradient * gradient.abs()):
                 weights.grad = given.clone()
-                known = [
-                    weights,
-                    weights.grad,
-                    *(v for v in optimizer.state[weights].values() if isinstance(v, Tensor)),
-                ]
-                with _Allocations(known) as allocations:
+                states = [value for value in optimizer.state[weights].values() if isinstance(value, Tensor)]
+                with _Allocations([weights, weights.grad, *states]) as allocations:
                     optimizer.step()
                 most.append(allocations.most)
         finally:

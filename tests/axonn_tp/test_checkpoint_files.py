@@ -223,6 +223,7 @@ def test_a_save_that_failed_is_told_at_the_end(tmp_path: Path) -> None:
     assert found.stderr.count("Traceback") == 0 and not (tmp_path / "one").exists()
 
 
+@pytest.mark.thorough
 def test_killed_while_old_ones_are_deleted(tmp_path: Path) -> None:
     """Whatever is left, the newest that is complete is whole."""
     before, folder, call = tmp_path / "before", tmp_path / "now", 1

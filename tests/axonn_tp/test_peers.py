@@ -29,6 +29,7 @@ from axonn_tp import Grid, LayerPlan, Mesh, Options
 from axonn_tp.comm.same_on_replicas import leave_to_host
 from tests.axonn_tp.test_grids import TOLERANCE, gpt_plan
 from tests.distributed import run_ranks
+from tests.matrix import thorough
 
 RANKS, STEPS = 4, 2
 # FSDP2 pads dim 0 of each parameter to a multiple of the ranks, we the flat block: nothing is padded in these sizes.
@@ -122,7 +123,7 @@ def every_sharded() -> dict[tuple, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[thorough("fsdp")])
 def beside_fsdp() -> list[dict[tuple, Any]]:
     return run_ranks(every_sharded, RANKS)
 

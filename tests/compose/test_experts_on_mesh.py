@@ -252,7 +252,8 @@ def test_equals_one_process(ranks: int, both_layouts: bool | None) -> None:
             assert max(differences.values()) < TOLERANCE, (case, differences)
 
 
-@pytest.mark.parametrize("alike", [False, thorough(True)])
+@pytest.mark.thorough  # test_pairs.py has both together in every run
+@pytest.mark.parametrize("alike", [False, True])
 def test_stages_have_experts_of_their_own(alike: bool) -> None:
     expected("k 2, drops, residual", 2)
     for rank, (found, ranks) in enumerate(run_ranks(in_stages, 8, alike)):
@@ -262,6 +263,7 @@ def test_stages_have_experts_of_their_own(alike: bool) -> None:
         assert ranks == ([rank % 2, rank % 2 + 2] if rank < 4 else None)
 
 
+@pytest.mark.thorough
 def test_several_passes_and_steps() -> None:
     assert max(run_ranks(trained, 4)) < TOLERANCE
 

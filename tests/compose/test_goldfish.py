@@ -50,8 +50,6 @@ def grids(world: int) -> dict[str, Sizes]:
 GRIDS = {name: world for world in WORLDS for name in grids(world)}
 EVERY_RUN = {
     "1 ranks without a grid",
-    "4 ranks without a grid",
-    "4 ranks, 2x2x1x1",
     "4 ranks, 1x2x2x1",
     "4 ranks, 2x1x1x2",
 }

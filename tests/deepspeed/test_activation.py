@@ -75,7 +75,8 @@ def test_stock_script(tmp_path: Path) -> None:
     assert found == {way: [OURS, STOCK] for way in WAYS}
 
 
-@pytest.mark.parametrize("before", [False, thorough(True)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("before", [False, True])
 def test_by_hand(before: bool, started_without_us: Start, tmp_path: Path) -> None:
     """After DeepSpeed is imported; before it, which every other start does, in an interpreter of its own."""
     text = "import axonn_plugins; axonn_plugins.activate(); axonn_plugins.activate()" + HEAD

@@ -19,7 +19,6 @@ from axonn_tp.grid.mesh import AXES
 from axonn_tp.layers.activation import ActivationSplit, _noted
 from tests.deepspeed.scripts import NO_KERNEL, fork_script, one_sentence, run_script, sentences
 from tests.deepspeed.training import deepspeed  # ranks are forked from here
-from tests.matrix import thorough
 
 axonn_plugins.activate()
 RAW: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2}
@@ -311,7 +310,8 @@ def test_a_rank_without_the_block_is_not_waited_for(tmp_path: Path) -> None:
 FOUR = SCRIPT.replace("CHANGE", f"tp['gz'] = 2\n{NO_KERNEL}").replace("AFTER", "")
 
 
-@pytest.mark.parametrize("ranks", [1, thorough(2)])
+@pytest.mark.thorough  # `test_script` says the same in ranks that are forked
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_fresh_interpreters(ranks: int, tmp_path: Path) -> None:
     """As a user starts them: through the installed entry point."""
     for run in run_script(tmp_path, FOUR, ranks=ranks):

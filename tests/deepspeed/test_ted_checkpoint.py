@@ -44,7 +44,6 @@ DEGREES: dict[str, tuple[dict[str, Any], int]] = {
 
 CASES = {**SAVED, **{f"by stock, {name}": case for name, case in BY_STOCK.items()}}
 EVERY_RUN = {
-    ("ZeRO-0", "same"),
     ("ZeRO-1, bf16", "tensor 1, expert 4"),
     ("whole experts", "same"),
     ("by stock, ZeRO-1, bf16", "whole experts"),

@@ -153,7 +153,8 @@ def recomputed(every: bool) -> dict[str, Counter]:
     return found
 
 
-@pytest.mark.parametrize("every", [False, thorough(True)])
+@pytest.mark.thorough  # nor in ted_moe/test_moe.py, in every run
+@pytest.mark.parametrize("every", [False, True])
 def test_a_recomputation_communicates_nothing(every: bool) -> None:
     layers = 2
     for found in run_ranks(recomputed, 4, every):

@@ -326,7 +326,7 @@ ALONE = {"experts": training.Case({"ted": {"tensor": 2}}, stage=1, experts=2, ex
 MIXED = {"experts on the mesh": training.Case({"ted": {}, **GRID}, stage=0, experts=2, extra={"optimizer": MUON})}
 
 
-@pytest.mark.parametrize("cases", [STAGED, thorough(ALONE), MIXED], ids=["staged", "experts", "mixed"])
+@pytest.mark.parametrize("cases", [thorough(STAGED), thorough(ALONE), MIXED], ids=["staged", "experts", "mixed"])
 def test_beside_stages_and_experts(cases: dict[str, training.Case]) -> None:
     for rank in run_ranks(composed, 4, cases):
         assert {name: apart for name, apart in rank.items() if not apart <= 1e-9} == {}

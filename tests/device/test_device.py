@@ -30,9 +30,17 @@ pytestmark = [
 ]
 EVERY_RUN: tuple[str, ...] = ("tells", "computes", "communicates")
 EVERY_RUN += ("states_few", "pruned_few", "buckets", "weights_of_losses", "host_waits")
-EVERY_RUN += ("grids_few", "experts", "composed_few", "replicas_few", "stages_4", "pccl", "sequences", "stages_3")
+EVERY_RUN += ("grids_few", "experts", "replicas_few", "stages_4", "pccl", "sequences")
 MORE: tuple[str, ...] = ("states", "pruned", "grids", "composed", "replicas")
-MORE += ("states_more", "stages_2", "experts_more", "stages_2_replicas_2", "stages_4_replicas_2")
+MORE += (
+    "composed_few",
+    "states_more",
+    "stages_2",
+    "stages_3",
+    "experts_more",
+    "stages_2_replicas_2",
+    "stages_4_replicas_2",
+)
 MORE += ("asked_by_lightning", "asked_by_transformers", "asked_by_megatron", "asked_by_systems")
 """Hosts are imported for these."""
 MORE += (

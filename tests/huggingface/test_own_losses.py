@@ -347,7 +347,7 @@ def every(grids: dict[str, list[tuple[dict[str, Any] | None, int]]]) -> dict[str
 
 
 LIKE_OTHERS = {"sum", "own sum divided", "own mean", "classifier", "balanced by rows", "sum divided", "own of first"}
-LIKE_OTHERS |= {"collator", "summing", "nllb"}
+LIKE_OTHERS |= {"collator", "summing", "nllb", "own multiplied", "own of two", "answers", "switch"}
 ONE_OF_A_KIND = [name for name in CASES if name not in LIKE_OTHERS]
 
 

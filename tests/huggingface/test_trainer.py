@@ -148,7 +148,7 @@ def one() -> dict[str, Any]:
     return run_ranks(every, 1, None)[0]
 
 
-@pytest.fixture(scope="module", params=[2, 4, *(thorough((number, True)) for number in GRIDS)], ids=str)
+@pytest.fixture(scope="module", params=[2, thorough(4), *(thorough((number, True)) for number in GRIDS)], ids=str)
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     number, all_pairs = request.param if isinstance(request.param, tuple) else (request.param, False)
     return run_ranks(every, number, GRIDS[number], all_pairs)

@@ -60,6 +60,7 @@ def started(arguments: list[str], folder: Path, **more: str) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough  # two interpreters that import all of it
 def test_lightning_starts_the_ranks(tmp_path: Path) -> None:
     wanted = fabric_train.main(["--devices", "1", "--steps", "4"])
     printed = started(["axonn_recipes.examples.fabric.train", "--devices", "2", "--gy", "2", "--steps", "4"], tmp_path)

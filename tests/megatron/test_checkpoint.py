@@ -193,7 +193,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     )
 
 
-@pytest.mark.parametrize("name", names(CASES, CASES.keys() - {"sharded"}))
+@pytest.mark.parametrize("name", names(CASES, CASES.keys() - {"sharded", "bf16", "decoupled", "pipeline"}))
 def test_a_checkpoint_goes_on_anywhere(runs: list[dict], name: str) -> None:
     tolerance = 1e-2 if "bf16" in name else 2e-5
     routes = {route: told for route, told in runs[0].items() if route.rsplit(" ", 1)[0] == name}

@@ -105,7 +105,8 @@ def test_everything_everywhere_is_one_rank_s(stock: dict[str, Any]) -> None:
 EIGHT = [(Settings(2, 1, 2), 2, (4, None)), (Settings(1, 2, 2), 4, (2, None)), (Settings(2, 2, 1), 2, (2, None))]
 
 
-@pytest.mark.parametrize("names", [["all"], thorough(list(CASES))])
+@pytest.mark.thorough
+@pytest.mark.parametrize("names", [["all"], list(CASES)])
 def test_eight_ranks_have_all_axes(stock: dict[str, Any], names: list[str]) -> None:
     places = EIGHT if len(names) > 1 else EIGHT[:1]
     wanted = {f"{name} on {place}": _on(CASES[name], place, 8) for name in names for place in places}

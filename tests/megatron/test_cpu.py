@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.matrix import thorough
+
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +81,7 @@ print("off, then late")
     ("program", "switch", "said"),
     [
         (ON, "1", "on"),
-        (OFF + WITH_GPU + LATE, "", "off, then late"),
+        thorough(OFF + WITH_GPU + LATE, "", "off, then late"),
     ],
     ids=["on, without triton", "off, then with a gpu, then after megatron"],
 )

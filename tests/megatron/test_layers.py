@@ -375,7 +375,8 @@ def test_sizes_that_do_not_divide_and_layers_of_others_are_refused() -> None:
     assert words.startswith("gather_from_tensor_model_parallel_region of logits would mix up words: ")
 
 
-@pytest.mark.parametrize("every", [False, thorough(True)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("every", [False, True])
 def test_every_grid_of_eight_ranks_that_uses_three_axes(stock: dict[str, Any], every: bool) -> None:
     grids = [Grid(2, 2, 2, 1), Grid(2, 1, 2, 2), Grid(2, 2, 1, 2)]
     cases = {

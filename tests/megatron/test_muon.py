@@ -123,7 +123,8 @@ def _resumed(folder: str, every: bool) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("every", [False, thorough(True)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("every", [False, True])
 def test_momentum_goes_on_on_any_grid_and_in_stock(tmp_path: Path, every: bool) -> None:
     for rank in run_ranks(_resumed, 4, str(tmp_path), every):
         assert len(rank) == sum(len(others) for _, others in ROUTES.values()) // (1 if every else 2)

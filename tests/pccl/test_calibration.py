@@ -29,6 +29,7 @@ def simulated() -> list[Calibrated]:
     return [Calibrated(cluster, load()) for cluster in CLUSTERS.values()]
 
 
+@pytest.mark.thorough
 def test_it_is_as_far_off_as_is_said(simulated) -> None:
     calibration, found = load(), halves(simulated)
     assert verdict(simulated) == []

@@ -25,7 +25,7 @@ def _run(*command: object) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module", params=["thread", thorough("address,undefined")])
+@pytest.fixture(scope="module", params=[thorough("thread"), thorough("address,undefined")])
 def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs in one, compiled with a sanitizer, in a folder of its name."""
     folder = tmp_path_factory.mktemp(request.param.split(",")[0])

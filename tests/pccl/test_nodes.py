@@ -25,6 +25,7 @@ from axonn_plugins.pccl.build import compiler, load
 from axonn_plugins.pccl.interfaces import addresses_of
 from axonn_plugins.pccl.links import Fabric, Member
 from axonn_plugins.pccl.rendezvous import Members, Roll
+from tests.matrix import thorough
 from tests.pccl import namespaces
 from tests.pccl.handshake import Secret, dial, introduce
 from tests.pccl.stress import join
@@ -178,7 +179,7 @@ def _is_stopped(rank: int, which: int) -> None:
 
 
 @on_nodes
-@pytest.mark.parametrize("when", ["before links", "receiving", "sending"])
+@pytest.mark.parametrize("when", ["before links", thorough("receiving"), "sending"])
 def test_a_node_that_vanishes_is_named_by_all_others(when: str) -> None:
     with namespaces.nodes(3) as place:
         told = launch(_node_vanishes, 3, when, place=place)

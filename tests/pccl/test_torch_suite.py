@@ -10,8 +10,8 @@ import pytest
 from tests.matrix import thorough
 
 SOME = (
-    *("all_gather", "all_reduce_group", "all_reduce_sum", "all_to_all", "barrier_group", "broadcast_group", "scatter"),
-    *("reduce_group", "send_recv", "irecv", "coalescing", "subgroups", "DataParallelCPU", "parity_allreduce", "uneven"),
+    *("all_gather_group", "all_reduce_sum", "all_to_all_single", "barrier_group", "broadcast_group", "scatter_group"),
+    *("reduce_group", "send_recv", "coalescing", "parity_allreduce", "DataParallelCPU"),
 )
 """Words in the names of those in every run: each collective, and some of DistributedDataParallel."""
 

@@ -264,6 +264,7 @@ def rank_is_killed() -> str:
     return "went on"
 
 
+@pytest.mark.thorough  # test_engine.py kills a stage in every run
 def test_a_killed_rank_of_a_stage_is_named() -> None:
     (said,) = survivors(rank_is_killed, 4)
     assert set(said) == {0, 2, 3}, said

@@ -322,6 +322,7 @@ def begins_again() -> str:
     return "heard something"
 
 
+@pytest.mark.thorough
 def test_a_stage_lost_between_batches_is_named() -> None:
     (said,) = survivors(begins_again, 2)
     assert said[0].startswith("stage 1 (rank 1) of the pipeline was lost; stage 0 waited for the gradient"), said

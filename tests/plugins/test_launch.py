@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from axonn_plugins.cluster.launch import RankFailed, launch
+from axonn_plugins.config import ConfigError
 
 starts = import_module("axonn_plugins.cluster.launch")  # the package has a function of that name
 
@@ -31,6 +32,13 @@ def _sum_in_a_later_group() -> float:
 
 def test_rank_0_serves_the_store_until_all_have_reported() -> None:
     assert launch(_sum_in_a_later_group, 3) == [0, 3, 3]
+
+
+def test_ranks_for_which_there_is_no_room_are_not_started() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^99999999999 ranks are more than this machine has files and memory for, \d+; start fewer$"
+    ):
+        launch(_sum_in_a_later_group, 99_999_999_999)
 
 
 def _fails(dies_after: float) -> None:

@@ -60,6 +60,7 @@ def test_both_sides_learn_the_same(text: str, tmp_path: Path, capfd: pytest.Capt
     assert [line["val_loss"] for line in lines if "val_loss" in line] == [value for _, value in ted["validation"]]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("by_pccl")
 def test_the_same_order_of_sums_gives_the_same_to_rounding(text: str, tmp_path: Path) -> None:
     numbers = run(tmp_path, text, "same", "--stock-ranks", "1", ranks=2, expert=1, steps=3, **{"micro-batch": 4})
@@ -68,6 +69,7 @@ def test_the_same_order_of_sums_gives_the_same_to_rounding(text: str, tmp_path: 
     assert max(numbers["differences"]["losses"]) < 1e-6
 
 
+@pytest.mark.thorough
 def test_ranks_change_nothing(text: str, tmp_path: Path) -> None:
     options = ("--side", "deepspeed")
     losses = [

@@ -32,6 +32,7 @@ def test_four_ranks_of_this_machine(what, count):
     assert re.match(f"axonn test ted: all {count} cases equal stock DeepSpeed-MoE on 4 ranks", summary)
 
 
+@pytest.mark.thorough
 def test_ranks_of_a_launcher(capfd):
     """Ranks with torchrun's variables."""
     assert launch(cli.main, 2, ["test", "ted", "--filter", "tensor 2, expert 1, data 1  top-1,"]) == [0, 0]

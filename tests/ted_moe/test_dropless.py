@@ -183,6 +183,7 @@ def test_bytes_on_the_wire():
             assert sum(calls[sums]) == 2 * (2 * longest if name == "fused" else received) * row
 
 
+@pytest.mark.thorough  # nor in test_moe.py, in every run
 def test_a_recomputation_communicates_nothing():
     for found in run_ranks(checkpointed, 4):
         for (name, stash), (calls, of_counts) in found.items():

@@ -8,6 +8,7 @@ import importlib
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import socket
 import sys
@@ -19,6 +20,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
+
+from axonn_plugins.config.base import ConfigError
 
 # What is imported with the first optimizer of torch and the first engine, by the package that must be there already: it takes
 # longer than they themselves, and so is imported once before the ranks are forked, not in each of them.
@@ -39,6 +42,10 @@ _GRACE = 3.0
 """Seconds that ranks have to clear up when a signal has ended one of them."""
 _ECHO, _LONGEST_END = 1.0, 30.0
 """Seconds in which a rank that lost its connection waits for the word of who caused it, and while one is ending that has not ended."""
+
+
+_OF_RANK = 16 * 2**20
+"""Bytes that a rank takes at least, forked where torch is imported already."""
 
 
 class RankFailed(RuntimeError):
@@ -154,10 +161,12 @@ def launch(
         What each rank returned, by rank.
 
     Raises:
+        ConfigError: this machine has no room for so many.
         RankFailed: the first rank that failed.
         Interrupted: a signal ended the ranks.
         TimeoutError: the ranks did not finish in time.
     """
+    _require_room(ranks)
     for package, modules in _IMPORTED_LATE.items():
         for module in modules if package in sys.modules else ():
             with suppress(ImportError):
@@ -220,6 +229,17 @@ def _receive(reader: Connection, process: Any) -> tuple[bool, Any, str]:
     except EOFError:
         process.join()
         return False, None, exit_in_words(process.exitcode)
+
+
+def _require_room(ranks: int) -> None:
+    """Refuse more ranks than there are files or memory for; no signal would end their start."""
+    memory, files = (
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    )
+    most = min(memory // _OF_RANK, files if files != resource.RLIM_INFINITY else sys.maxsize)
+    if ranks > most:
+        raise ConfigError(f"{ranks} ranks are more than this machine has files and memory for, {most}; start fewer")
 
 
 def _cause(first: RankFailed, waiting: dict[Connection, int], processes: list[Any]) -> RankFailed:
