@@ -735,11 +735,6 @@ def composed() -> None:
     _composed(1, grid | {"samo": {"pruner": {"n_of_m": [1, 2]}}})
 
 
-@case(4)
-def composed_few() -> None:
-    _composed(1, BLOCKS[0])
-
-
 @case(8)
 def composed_8() -> None:
     _composed(1, BLOCKS[0])

@@ -20,7 +20,7 @@ from tests.device.cases import GPU, PLAN, case, model_of, rows_of, same
 
 LEFT_OUT = ("tells", "computes", "communicates", "host_waits")
 """Cases of the tests' device itself."""
-LEFT_OUT += ("states_few", "pruned_few", "grids_few", "composed_few", "replicas_few", "deepspeed_few")
+LEFT_OUT += ("states_few", "pruned_few", "grids_few", "replicas_few", "deepspeed_few")
 """Parts of others."""
 
 
