@@ -33,7 +33,6 @@ EVERY_RUN += ("states_few", "pruned_few", "buckets", "weights_of_losses", "host_
 EVERY_RUN += ("grids_few", "experts", "replicas_few", "stages_4", "pccl", "sequences")
 MORE: tuple[str, ...] = ("states", "pruned", "grids", "composed", "replicas")
 MORE += (
-    "composed_few",
     "states_more",
     "stages_2",
     "stages_3",
