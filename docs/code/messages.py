@@ -34,16 +34,18 @@ SHORTEST = 40
 
 def sentences(file: Path) -> Iterator[str]:
     """Errors of a file, with … for what is put in when they are raised."""
-    tree = ast.parse(file.read_text())
-    known = everywhere() | _constants(tree)
-    no_errors = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    no_errors |= {id(part) for node in ast.walk(tree) if _describes(node) for part in ast.walk(node)}
-    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
-    for node in ast.walk(tree):
-        if id(node) in no_errors:
+    tree = _tree(file)
+    known, nodes = everywhere() | _constants(tree), list(ast.walk(tree))
+    no_errors = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    no_errors |= {id(part) for node in nodes if _describes(node) for part in ast.walk(node)}
+    inside = {
+        id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in ast.walk(node) if part is not node
+    }
+    for node in nodes:
+        if id(node) in no_errors or id(node) in inside:
             continue
-        whole = isinstance(node, ast.JoinedStr) and not (id(node) in inside and _nested(tree, node))
-        plain = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside
+        whole = isinstance(node, ast.JoinedStr)
+        plain = isinstance(node, ast.Constant) and isinstance(node.value, str)
         if whole or plain:
             said = " ".join(template(node, known).split())
             if len(said) >= SHORTEST and "; " in said and not said.startswith(("import ", "..", "usage")):
@@ -56,12 +58,9 @@ def _describes(node: ast.AST) -> bool:
     return getattr(function, "attr", getattr(function, "id", None)) in _DESCRIBED
 
 
-def _nested(tree: ast.AST, node: ast.JoinedStr) -> bool:
-    """True if an f-string stands inside another one."""
-    return any(
-        isinstance(other, ast.FormattedValue) and any(one is node for one in ast.walk(other))
-        for other in ast.walk(tree)
-    )
+@cache
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
 
 
 def template(node: ast.AST, known: Mapping[str, str]) -> str:
@@ -96,7 +95,7 @@ def everywhere() -> dict[str, str]:
     found = defaultdict(set)
     for folder in (one for some in GROUPS.values() for one in some):
         for file in (ROOT / folder).rglob("*.py"):
-            for name, value in _constants(ast.parse(file.read_text())).items():
+            for name, value in _constants(_tree(file)).items():
                 found[name].add(value)
     return {name: next(iter(values)) for name, values in found.items() if len(values) == 1}
 

@@ -186,6 +186,17 @@ def test_many_ranks_and_long_values() -> None:
     assert len(sentence) < 400 and "xa..." in sentence and "xb..." in sentence
 
 
+def test_a_stage_that_lacks_a_group_is_told_to_have_it_empty() -> None:
+    everyone = {
+        0: {"lr of optimizer group 0": "1"},
+        1: {"lr of optimizer group 0": "1", "lr of optimizer group 1": "2"},
+    }
+    assert first_difference(everyone) == (
+        "lr of optimizer group 1 is not there on rank 0 and 2 on rank 1; start all ranks with the same groups of parameters, "
+        "with none in those that a stage lacks"
+    )
+
+
 def test_places_are_not_compared() -> None:
     offload = {"device": "nvme", "nvme_path": "/here"}
     raw = {"zero_optimization": {"offload_optimizer": offload}, "axonn": {"tensor_parallel": {"trace_folder": "/here"}}}

@@ -70,15 +70,18 @@ def otherwise(value: Value, draw: random.Random) -> Value:
 
 def with_values(values: Mapping[tuple[str, str], Value], file: Path, rows: Collection[str]) -> list[Row]:
     """Rows of our file with these numbers by row and name in the place of those published, written to a file and read."""
-    written, seed, number = [], "", ""
-    for line in FILE.read_text().splitlines():
-        key, equals, value = line.rpartition(" = ")
-        seed = value.strip('"') if key == "seed" else seed
-        number = value.strip('"') if key == "number" else number
-        where = f"{seed} {number}", key.strip('"')
-        written.append(f"{key} = {json.dumps(values[where])}" if equals and where in values else line)
+    written = []
+    for block in FILE.read_text().split("[[rows]]\n")[1:]:
+        seed, number, *_ = (line.rpartition(" = ")[2].strip('"') for line in block.splitlines())
+        if (name := f"{seed} {number}") not in rows:
+            continue
+        written.append("[[rows]]")
+        for line in block.splitlines():
+            key, equals, _ = line.rpartition(" = ")
+            where = name, key.strip('"')
+            written.append(f"{key} = {json.dumps(values[where])}" if equals and where in values else line)
     file.write_text("\n".join(written))
-    return [row for row in load(file) if row.name in rows]
+    return load(file)
 
 
 def test_there_are_a_hundred() -> None:

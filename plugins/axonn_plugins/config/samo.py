@@ -155,8 +155,8 @@ class Samo(Block):
         None,
         ge=0,
         le=1,
-        description="The share of prunable weights that is pruned. A mask file needs none; if one is given, the file must agree "
-        "to 0.01.",
+        description="The share of prunable weights, which are trained matrices and convolutions, that is pruned. "
+        "A mask file needs none; if one is given, the file must agree to 0.01.",
     )
     pruner: Annotated[
         Literal["magnitude", "early_bird", "random", "snip", "nonzero"] | Pruner,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,9 @@ def first_difference(everyone: Mapping[int, Facts]) -> str:
             break
     values = list(ranks_by_value)
     told = [f"{_shown(value, values)} on {on_ranks(ranks)}" for value, ranks in ranks_by_value.items()]
-    return f"{name} is {' and '.join(told)}; start all ranks with the same configuration and script"
+    lacking = None in values and re.search(r" of (optimizer|model_parameters) group \d+$", name)
+    same = "groups of parameters, with none in those that a stage lacks" if lacking else "configuration and script"
+    return f"{name} is {' and '.join(told)}; start all ranks with the same {same}"
 
 
 def _shown(value: str | None, values: list[str | None]) -> str:
