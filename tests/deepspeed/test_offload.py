@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16, clipped": {"gradient_clipping": 0.05},
     "fp32": {"gradient_clipping": 0.05},
     "fp16, static": {"fp16": {"enabled": True, "loss_scale": 64.0}, "gradient_clipping": 0.05},
+    # Whose state is made with it, where weights have 16 bits.
+    "bf16, Adagrad": {"optimizer": {"type": "Adagrad", "params": {"lr": 1e-2}}, "gradient_clipping": 0.0},
     "fp16, overflow": {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}, "gradient_clipping": 0.0},
 }
 
@@ -143,7 +146,8 @@ def _plain(name: str, skipped: list[bool]) -> Any:
     case = CASES[name]
     scale = case.get("fp16", {}).get("loss_scale", 2.0**20 if "fp16" in case else 1.0)
     model = network().to(dtype)
-    reference = Untiled(FACTORY, [{"params": list(model.parameters())}], case["gradient_clipping"] or None)
+    factory = partial(torch.optim.Adagrad, lr=1e-2) if "Adagrad" in name else FACTORY
+    reference = Untiled(factory, [{"params": list(model.parameters())}], case["gradient_clipping"] or None)
     losses: list[list[float]] = [[] for _ in range(RANKS)]
     for rows, skip in zip(batches(dtype), skipped, strict=True):
         sums = [torch.zeros_like(p) for p in model.parameters()]

@@ -19,7 +19,7 @@ from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.deepspeed.optim.lamb import Lamb
 from axonn_plugins.hosts.deepspeed.optim.muon import MuonWithAdam, muon
 from axonn_plugins.optim.loss_scale import LossScale
-from axonn_tp.comm.optimizer_trial import copy_without_state
+from axonn_tp.comm.optimizer_trial import along, copy_without_state
 
 Groups = list[dict[str, Any]]
 # What DeepSpeed's Adams know and torch's do not.
@@ -265,6 +265,11 @@ class EngineOptimizer(ZeROOptimizer):
         """Go on where an optimizer over the same parameters is; a scheduler that was made for it goes on working."""
         ours: Any = self
         if basic.state:
+            for parameter, state in basic.state.items():
+                # Made with the optimizer, as Adagrad's, in the 16 bits of the parameter; the step is by its float32 weights.
+                half = parameter.dtype in (torch.float16, torch.bfloat16)
+                made = {key: value for key, value in state.items() if half and along(value, parameter)}
+                state.update({key: value.float() for key, value in made.items() if value.dtype == parameter.dtype})
             ours.load_state_dict(basic.state_dict())
             basic.state.clear()
         basic.param_groups = ours.param_groups
