@@ -211,8 +211,8 @@ def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
 
 def _say_untried(optimizer: torch.optim.Optimizer, error: Exception) -> None:
     """An optimizer may need what a stand-in has not, such as a sparse gradient."""
-    said = f"{type(optimizer).__name__} cannot be tried on a small tensor ({type(error).__name__}: {error}), so that it is taken to step each element by "
-    warnings.warn(f"{said}itself; one that takes norms or counts calls steps otherwise on shards", stacklevel=2)
+    said = f"{type(optimizer).__name__} cannot be tried on small tensors ({type(error).__name__}: {error}), so that nothing is known of its step; "
+    warnings.warn(f"{said}one that takes norms or counts calls does something else on shards and parts", stacklevel=2)
 
 
 def needs_whole_matrices(name: str) -> bool:
