@@ -92,7 +92,7 @@ def pytest_timeout_set_timer(item, settings):
     """In the place of pytest-timeout's own timer, a limit of wall time."""
     if settings.method != "signal":
         return None
-    passed, used = 0, _processor_time()
+    passed, used = 0, sum(os.times()[:4])  # of this process and all that have ended
 
     def alarm(number, frame):
         nonlocal passed, used

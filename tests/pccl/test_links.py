@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -302,8 +302,8 @@ def overheard() -> list[Secret]:
     known: list[Secret] = []
     read = rendezvous.secret_of
 
-    def keeps(store: Any, ranks: Sequence[int]) -> bytes:
-        known.append(Secret(read(store, ranks)))
+    def keeps(*inputs: Any) -> bytes:
+        known.append(Secret(read(*inputs)))
         return known[-1].secret
 
     rendezvous.secret_of = keeps

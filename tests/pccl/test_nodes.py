@@ -247,15 +247,17 @@ def test_memory_is_opened_where_asked_and_to_no_more_than_the_ranks_have_in_comm
     assert [line for line in after.splitlines() if line.startswith("opened to")] == 3 * [f"opened to {launcher}"]
 
 
-def test_a_secret_is_taken_out_of_the_store_by_the_last_that_reads_it() -> None:
+def test_a_secret_is_taken_out_of_the_store_when_all_have_read_it() -> None:
     whole = dist.HashStore()
     asked = Answering(whole, 5.0)
     members = [backend._of_this_time(asked, 3) for _ in range(3)]
-    members[0].set("secret", '{"secret": "' + os.urandom(32).hex() + '"}')
-    first = rendezvous.secret_of(members[0], range(3))
-    assert members[1].check(["secret"]) and rendezvous.secret_of(members[1], range(3)) == first
+    first = rendezvous.secret_of(members[0], 0, range(3))
     # A group of the same name may be made again before the last member of this one is done.
     again = backend._of_this_time(asked, 3)
-    again.set("secret", "{}")
-    assert members[2].check(["secret"]) and rendezvous.secret_of(members[2], range(3)) == first
-    assert not members[2].check(["secret"]) and again.check(["secret"])
+    assert rendezvous.secret_of(again, 0, range(3)) != first
+    for rank in range(3):
+        assert members[rank].check(["secret"])
+        assert rank == 0 or rendezvous.secret_of(members[rank], rank, range(3)) == first
+        rendezvous.tell(members[rank], rank, None, "here", "alike")
+    rendezvous.roll_of(members[0], 0, range(3))
+    assert not members[0].check(["secret"]) and again.check(["secret"])

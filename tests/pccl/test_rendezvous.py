@@ -53,14 +53,14 @@ def test_all_are_told_who_cannot_take_part() -> None:
             rendezvous.roll_of(store, rank, range(3))
     rendezvous.tell_failure(store, 0, ValueError("no interface"))
     with pytest.raises(BuildError, match="rank 0 of the group cannot use pccl: no interface"):
-        rendezvous.secret_of(store, range(3))
+        rendezvous.secret_of(store, 1, range(3))
 
 
 def test_who_does_not_come_is_named() -> None:
     store, ranks = dist.HashStore(), [4, 5, 6, 7]
     store.set_timeout(timedelta(seconds=0.2))
     with pytest.raises(LinkError, match="pccl: rank 4 did not come to the start of a group"):
-        rendezvous.secret_of(store, ranks)
+        rendezvous.secret_of(store, 1, ranks)
     for rank in (0, 2):
         rendezvous.tell(store, rank, far(rank), "here", "alike")
     for rank in (0, 2):
@@ -100,7 +100,7 @@ def test_a_store_that_has_gone_is_said_to_have() -> None:
             raise dist.DistNetworkError("Connection reset by peer")
 
     with pytest.raises(LinkError, match="pccl: the store where the ranks of the group meet has gone"):
-        rendezvous.secret_of(Answering(Gone(), 1.0), range(2))  # type: ignore[arg-type]
+        rendezvous.secret_of(Answering(Gone(), 1.0), 1, range(2))  # type: ignore[arg-type]
 
 
 def test_a_member_asks_for_as_much_however_many_there_are() -> None:
@@ -109,7 +109,7 @@ def test_a_member_asks_for_as_much_however_many_there_are() -> None:
         meeting = Meeting(ranks, 5)
         meeting()
         asked.append((meeting.store.written, meeting.store.asked, meeting.store.calls))
-    assert asked[0] == asked[1] == (2, 2, 4)
+    assert asked[0] == asked[1] == (1, 2, 3)
 
 
 def test_many_ranks_try_no_way_in_which_each_has_to_do_with_all() -> None:

@@ -175,8 +175,11 @@ def ready() -> None:
 
 
 def seed(number: int) -> None:
-    """Of weights; some partition methods number layers by numpy's integers."""
-    torch.manual_seed(int(number))
+    """Of weights, by the generator itself: `torch.manual_seed` writes down the stack for each kind of device that is not here.
+
+    Some partition methods number layers by numpy's integers.
+    """
+    torch.default_generator.manual_seed(int(number))
 
 
 def module_of(case: Case) -> PipelineModule:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
-import secrets
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
@@ -29,11 +27,13 @@ from axonn_plugins.pccl.links import Fabric, Gone, Group, LinkError, Member
 from axonn_plugins.pccl.network import Network
 from axonn_plugins.pccl.options import Options
 from axonn_plugins.pccl.program import Program, flatten
-from axonn_plugins.pccl.tuner import learn
+from axonn_plugins.pccl.tuner import known, learn
 from axonn_plugins.pccl.vendor import Accelerator, asked_for, nodes_of, require
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "reduce")
 """Collectives that have schedules, by their numbers in the engine."""
+_PREFIX, _CAME = "pccl", "came"
+"""What the keys of our groups begin with, and the one that counts who has come."""
 _SERVER_SECONDS = 5.0
 """Seconds beyond a group's timeout after which a store does not answer."""
 
@@ -75,7 +75,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
     seconds = options.timeout.total_seconds()
     before = options.store.timeout  # of all the job's keys
     options.store.set_timeout(timedelta(seconds=seconds))
-    store = Answering(dist.PrefixStore("pccl", options.store), seconds + _SERVER_SECONDS)
+    store = Answering(dist.PrefixStore(_PREFIX, options.store), seconds + _SERVER_SECONDS)
     try:
         store = Answering(_of_this_time(store, size), store.seconds)
         return _create(options, store, backend_options)
@@ -93,7 +93,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
 def _of_this_time(store: Answering, size: int) -> dist.Store:
     """Keys of the group's own: torch gives a group the name, and the keys, of one that was destroyed."""
     # No member leaves here before all have come, so the first of each `size` that come begin another time.
-    return dist.PrefixStore(str((store.add("came", 1) - 1) // size), store.store)
+    return dist.PrefixStore(str((store.add(_CAME, 1) - 1) // size), store.store)
 
 
 def _create(options: Any, store: Answering, backend_options: Any) -> Any:
@@ -103,20 +103,24 @@ def _create(options: Any, store: Answering, backend_options: Any) -> Any:
     try:
         chosen = _options(backend_options, first)
         agreed, native = chosen.agreed(), chosen.algorithm == "native"
-        on_cuda = asked_for(Answering(options.store, store.seconds)) == "cuda"
+        on_cuda = asked_for(Answering(options.store, store.seconds), f"{_PREFIX}/{_CAME}") == "cuda"
         if on_cuda:
             require()
         fabric = None if native else fabric_of(chosen)
     except (BuildError, ValueError, OSError) as error:
         rendezvous.tell_failure(store, rank, error)
         raise
-    if rank == 0:
-        store.set("secret", json.dumps({"secret": secrets.token_hex(32)}))
     ranks = ranks or list(range(size))
-    secret = rendezvous.secret_of(store, ranks)
+    secret = rendezvous.secret_of(store, rank, ranks)
     group = Group(0) if fabric is None else fabric.join(secret, timeout)
     rendezvous.tell(store, rank, None if fabric is None else fabric.member, node_name(), agreed)
-    roll = rendezvous.roll_of(store, rank, ranks)
+    # Of the accelerator's collectives, `device_tuner` times the vendor's library.
+    tuned = chosen.algorithm == "auto" and size > 1 and not on_cuda
+
+    def times(names: Sequence[str]) -> str | None:
+        return known(chosen, nodes_of(names, ranks, chosen.ranks_per_node), first) if tuned else None
+
+    roll = rendezvous.roll_of(store, rank, ranks, times)
     _agree(roll.options)
     nodes = nodes_of(roll.nodes, ranks, chosen.ranks_per_node)
     if fabric is None:
@@ -132,8 +136,8 @@ def _create(options: Any, store: Answering, backend_options: Any) -> Any:
         backend = load().backend(fabric.core, group.number, rank, size, timeout, planner)
     if torch.cuda.is_available():
         backend = load().router(backend, rank, size, Accelerator(store.store, rank, nodes, ranks, timeout, chosen))
-    if chosen.algorithm == "auto" and size > 1 and not on_cuda:  # whose library `device_tuner` times
-        learn(backend, store, first)
+    if tuned:
+        learn(backend, store, first, roll.beside)
     return backend
 
 

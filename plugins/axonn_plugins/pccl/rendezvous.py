@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import secrets
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, overload
@@ -56,12 +57,14 @@ class Roll:
         identities: of their processes, as `Member.identity`.
         nodes: their nodes' names.
         options: in words, those that must be the same.
+        beside: what rank 0 says of their nodes.
     """
 
     members: Members | None
     identities: list[str]
     nodes: list[str]
     options: list[str]
+    beside: str | None = None
 
 
 def tell(store: Any, rank: int, member: Member | None, node: str, options: str) -> None:
@@ -76,27 +79,8 @@ def tell_failure(store: Any, rank: int, error: Exception) -> None:
         store.set(name, json.dumps({"error": str(error), "rank": rank}))
 
 
-def secret_of(store: Any, ranks: Sequence[int]) -> bytes:
-    """The secret by which a member proves itself to the others; the last that reads it takes it out of the store.
-
-    Args:
-        store: the group's.
-        ranks: the members', in the job.
-
-    Raises:
-        BuildError: rank 0 has none, for it cannot take part.
-        LinkError: it has not come.
-    """
-    with _named(store, {"secret": ranks[0]}):
-        secret = bytes.fromhex(_checked(json.loads(store.get("secret")))["secret"])
-    if store.add("read", 1) == len(ranks):
-        with suppress(RuntimeError):  # a store of the user's own may have no such call
-            store.delete_key("secret")
-    return secret
-
-
-def roll_of(store: Any, rank: int, ranks: Sequence[int]) -> Roll:
-    """All members, once each has told; rank 0 reads their records.
+def secret_of(store: Any, rank: int, ranks: Sequence[int]) -> bytes:
+    """The secret by which a member proves itself to the others, which rank 0 makes; `roll_of` takes it out of the store.
 
     Args:
         store: the group's.
@@ -104,15 +88,41 @@ def roll_of(store: Any, rank: int, ranks: Sequence[int]) -> Roll:
         ranks: the members', in the job.
 
     Raises:
+        BuildError: rank 0 has none, for it cannot take part.
+        LinkError: it has not come.
+    """
+    if rank == 0:
+        made = secrets.token_bytes(32)
+        store.set("secret", json.dumps({"secret": made.hex()}))
+        return made
+    with _named(store, {"secret": ranks[0]}):
+        return bytes.fromhex(_checked(json.loads(store.get("secret")))["secret"])
+
+
+def roll_of(
+    store: Any, rank: int, ranks: Sequence[int], beside: Callable[[Sequence[str]], str | None] = lambda nodes: None
+) -> Roll:
+    """All members, once each has told, which it does when it has the secret; rank 0 reads their records.
+
+    Args:
+        store: the group's.
+        rank: this member's, in the group.
+        ranks: the members', in the job.
+        beside: called by rank 0 with the members' nodes; what it returns is told to all, and likewise that it fails.
+
+    Raises:
         BuildError: one cannot take part; the same on every rank.
         LinkError: some have not come.
+        ValueError: `beside` fails, on rank 0; or OSError.
     """
     keys = {f"member{other}": number for other, number in enumerate(ranks)}
     with _named(store, keys):
-        if rank == 0:
-            store.set("roll", _packed([json.loads(record) for record in store.multi_get(list(keys))]))
-        packed = store.get("roll")
-    found = _checked(json.loads(zlib.decompress(packed)))
+        records = [json.loads(record) for record in store.multi_get(list(keys))] if rank == 0 else []
+        packed = b"" if rank == 0 else store.get("roll")
+    if rank == 0:
+        with suppress(RuntimeError):  # a store of the user's own may have no such call
+            store.delete_key("secret")
+    found = _checked(_put_together(store, records, beside) if rank == 0 else json.loads(zlib.decompress(packed)))
     names, options = found["names"], found["all options"]
     identities = found["identities"]
     return Roll(
@@ -120,6 +130,7 @@ def roll_of(store: Any, rank: int, ranks: Sequence[int]) -> Roll:
         [identities[at : at + _IDENTITY] for at in range(0, len(identities), _IDENTITY)],
         [names[number] for number in found["nodes"]],
         [options[number] for number in found["options"]],
+        found["beside"],
     )
 
 
@@ -160,10 +171,18 @@ def _named(store: Any, keys: Mapping[str, int]) -> Iterator[None]:
         ) from error
 
 
-def _packed(records: Sequence[dict[str, Any]]) -> bytes:
+def _put_together(
+    store: Any, records: Sequence[dict[str, Any]], beside: Callable[[Sequence[str]], str | None]
+) -> dict[str, Any]:
+    """What all members read, of their records."""
+
+    def told(found: dict[str, Any]) -> dict[str, Any]:
+        store.set("roll", zlib.compress(json.dumps(found).encode(), 1))
+        return found
+
     for record in records:
         if "error" in record:
-            return zlib.compress(json.dumps(record).encode())
+            return told(record)
     native = any(record["member"] is None for record in records)
     made: dict[str, Any] = {
         "members": [] if native else [record["member"] for record in records],
@@ -173,7 +192,12 @@ def _packed(records: Sequence[dict[str, Any]]) -> bytes:
         numbers: dict[str, int] = {}
         made[many] = [numbers.setdefault(record[one], len(numbers)) for record in records]
         made[words] = list(numbers)
-    return zlib.compress(json.dumps(made).encode(), 1)
+    try:
+        made["beside"] = beside([record["node"] for record in records])
+    except (ValueError, OSError) as error:
+        told({"error": str(error), "rank": 0})
+        raise
+    return told(made)
 
 
 def _checked(record: dict[str, Any]) -> dict[str, Any]:

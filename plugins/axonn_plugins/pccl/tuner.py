@@ -21,28 +21,46 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
+from axonn_plugins.pccl.algorithms.flat import Nodes
 from axonn_plugins.pccl.build import BuildError, load
 from axonn_plugins.pccl.choice import Choice, Measured
 from axonn_plugins.pccl.contest import BUDGET, COLLECTIVES, SIZES, Clock, Trial, contest
 from axonn_plugins.pccl.links import LinkError
 from axonn_plugins.pccl.network import Network, probe
+from axonn_plugins.pccl.options import Options
 from axonn_plugins.pccl.tuning_file import key_of, read, tuning_file, write
 
 if TYPE_CHECKING:
     from axonn_plugins.pccl.backend import Planner
+
 
 _PATIENCE = 60.0  # seconds for one call
 _WORDS = 512  # bytes of an error that all are told
 _network: Network | None = None  # between the nodes of the group of all ranks
 
 
-def learn(backend: Any, store: Any, first: bool) -> None:
+def known(options: Options, nodes: Nodes, first: bool) -> str | None:
+    """Times that were measured of this cluster, and the network between its nodes, for all members; None where this has to be timed first.
+
+    Args:
+        options: of rank 0 of the group, which calls it for all, who must choose alike.
+        nodes: the group's ranks by node.
+        first: whether it is the group of all ranks.
+
+    Raises:
+        ValueError: the file of times cannot be read; or OSError.
+    """
+    return None if _probes(nodes, first) else _said(options, nodes, _network if len(nodes) > 1 else None)
+
+
+def learn(backend: Any, store: Any, first: bool, told: str | None) -> None:
     """Give a new group the times of this cluster; every member calls it.
 
     Args:
         backend: the group's, to be asked for its planner.
         store: the group's own.
         first: whether it is the group of all ranks, which is tuned now if nothing is known and the options allow it.
+        told: what rank 0 has told of them, by `known`.
 
     Raises:
         LinkError: a member could not take part; all members say so.
@@ -50,12 +68,16 @@ def learn(backend: Any, store: Any, first: bool) -> None:
     """
     global _network
     planner: Planner = load().planner(backend)
-    measured = _known(planner, backend, store, first)
+    found = json.loads(told or _probed(planner, backend, store, first))
+    if "error" in found:
+        raise BuildError(f"rank 0 of the group cannot use pccl: {found['error']}")
+    planner.network = found["network"] and Network(*found["network"])
+    measured = _loaded(found["times"])
     if first:
         _network = planner.network
     planner.measured = measured
     if first and planner.options.tunes() and not measured.times:
-        _measure_and_keep(backend, _file(planner), SIZES)
+        _measure_and_keep(backend, _file(planner.options), SIZES)
 
 
 def tune(
@@ -83,11 +105,11 @@ def tune(
             f"pccl: a group of {backend.size()} with algorithm {planner.options.algorithm!r} leaves nothing to choose; "
             'tune one of several ranks with "auto"'
         )
-    file = file or _file(planner)
+    file = file or _file(planner.options)
     found: tuple[Measured | str, Sequence[int]] = Measured(), sizes
     if backend.rank() == 0 and not again:
         try:
-            found = read(file, _key(planner), planner.network), sizes
+            found = read(file, _key(planner.options, planner.nodes), planner.network), sizes
         except (ValueError, OSError) as error:
             found = str(error), sizes
     told = [found]
@@ -119,30 +141,32 @@ def measure(backend: Any, sizes: Sequence[int] = SIZES, budget: float = BUDGET) 
             return found
 
 
-def _known(planner: Planner, backend: Any, store: Any, first: bool) -> Measured:
-    """Times that were measured of this cluster: rank 0 reads for all, who must choose alike. Sets the planner's network."""
-    rank, peer = backend.rank(), planner.nodes[1][0] if len(planner.nodes) > 1 else 0
-    planner.network = _network if peer else None
+def _probes(nodes: Nodes, first: bool) -> bool:
+    """True where the network between nodes is timed now."""
+    return len(nodes) > 1 and (first or _network is None)
+
+
+def _said(options: Options, nodes: Nodes, network: Network | None) -> str:
+    times = read(_file(options), _key(options, nodes), network).dump()
+    return json.dumps({"times": times, "network": network and [network.latency, network.rate]})
+
+
+def _probed(planner: Planner, backend: Any, store: Any, first: bool) -> str:
+    """What `known` says, once a link between two nodes is timed."""
+    rank, peer = backend.rank(), planner.nodes[1][0]
+    network = None
     if store.add("here", 1) == backend.size():
         store.set("all here", "")
-    if rank == 0:
-        store.set("probe", str(int(peer > 0 and (first or _network is None))))
-    if rank in (0, peer) and store.get("probe") == b"1":
+    if rank in (0, peer):
         store.wait(["all here"])  # processes that still start would disturb
-        planner.network = probe(backend, rank, peer)
+        network = probe(backend, rank, peer)
     if rank == 0:
         try:
-            times = read(_file(planner), _key(planner), planner.network).dump()
+            store.set("tuning", _said(planner.options, planner.nodes, network))
         except (ValueError, OSError) as error:
             store.set("tuning", json.dumps({"error": str(error)}))
             raise
-        network = planner.network and [planner.network.latency, planner.network.rate]
-        store.set("tuning", json.dumps({"times": times, "network": network}))
-    found = json.loads(store.get("tuning"))
-    if "error" in found:
-        raise BuildError(f"rank 0 of the group cannot use pccl: {found['error']}")
-    planner.network = found["network"] and Network(*found["network"])
-    return _loaded(found["times"])
+    return str(store.get("tuning"), "utf-8")
 
 
 @lru_cache(maxsize=8)
@@ -160,18 +184,18 @@ def _measure_and_keep(backend: Any, file: Path, sizes: Sequence[int]) -> None:
     ways = sum(len(set().union(*by.values())) for by in planner.measured.times.values())
     took = f"PCCL: timed {ways} ways on {_shape(planner.nodes)} in {time.perf_counter() - began:.1f} s"
     try:
-        write(file, _key(planner), planner.network, planner.measured)
+        write(file, _key(planner.options, planner.nodes), planner.network, planner.measured)
         print(f"{took}; kept in {file}", file=sys.stderr, flush=True)
     except (OSError, ValueError) as error:
         print(f"{took}; used in this job only, as they cannot be kept in {file}: {error}", file=sys.stderr, flush=True)
 
 
-def _file(planner: Planner) -> Path:
-    return Path(planner.options.tuning_file or tuning_file())
+def _file(options: Options) -> Path:
+    return Path(options.tuning_file or tuning_file())
 
 
-def _key(planner: Planner) -> str:
-    return key_of(planner.nodes, planner.options.interfaces)
+def _key(options: Options, nodes: Nodes) -> str:
+    return key_of(nodes, options.interfaces)
 
 
 def _shape(nodes: Sequence[Sequence[int]]) -> str:

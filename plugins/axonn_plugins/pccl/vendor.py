@@ -47,14 +47,17 @@ def window_of(backend: Any) -> Callable[[int], Tensor] | None:
     return window
 
 
-def asked_for(store: Any) -> str:
+def asked_for(store: Any, written: str) -> str:
     """The device type that torch makes a backend for; the first where it is for several, as in "cpu:pccl,cuda:pccl".
 
     torch does not tell, except in the prefix of the store that it hands over.
+
+    Args:
+        store: torch's.
+        written: a key that this rank has written to it.
     """
-    store.set("device", "")
     below = getattr(store, "underlying_store", None)
-    return "cuda" if below is not None and below.check(["cuda//device"]) else "cpu"
+    return "cuda" if below is not None and below.check([f"cuda//{written}"]) else "cpu"
 
 
 def require() -> None:

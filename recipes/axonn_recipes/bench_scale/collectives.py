@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 
 from axonn_plugins.pccl import rendezvous
@@ -41,18 +40,18 @@ class Meeting:
 
     def __init__(self, ranks: int, rank: int) -> None:
         self.ranks, self.rank, self.store = ranks, rank, CountingStore()
-        self.store.set("secret", json.dumps({"secret": "00" * 32}))
         for other in range(ranks):
             if other != rank or rank:
                 rendezvous.tell(self.store, other, member(other), member(other).node, "algorithm 'auto'")
         if rank:
             rendezvous.roll_of(self.store, 0, range(ranks))
+            rendezvous.secret_of(self.store, 0, range(ranks))
         self.store.forget_counts()
 
     def __call__(self) -> object:
         """Tell, read, and find out who shares this rank's node."""
+        rendezvous.secret_of(self.store, self.rank, range(self.ranks))
         rendezvous.tell(self.store, self.rank, member(self.rank), member(self.rank).node, "algorithm 'auto'")
-        rendezvous.secret_of(self.store, range(self.ranks))
         roll = rendezvous.roll_of(self.store, self.rank, range(self.ranks))
         rendezvous.reachable(roll, range(self.ranks))
         return roll, nodes_of(roll.nodes, range(self.ranks), "auto")
