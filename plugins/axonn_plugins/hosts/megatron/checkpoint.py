@@ -144,9 +144,19 @@ def install() -> None:
     _originals.wrap(mlp, "apply_swiglu_sharded_factory", _already_in_pieces)
     for copies in (language_module, multi_token_prediction):
         _originals.wrap(copies, "make_tp_sharded_tensor_for_checkpoint", _tied)
-    _originals.wrap(CudaRNGStatesTracker, "set_states", _of_this_grid)
+    for tracker in _trackers():
+        _originals.wrap(tracker, "set_states", _of_this_grid)
     checkpoint_optimizer.install(_originals)
     on_import("megatron.training.checkpointing", lambda module: checkpoint_training.install(module, _originals))
+
+
+def _trackers() -> list[type]:
+    """Megatron's, and Transformer Engine's (--te-rng-tracker), which is no class where that is not installed."""
+    try:
+        from megatron.core.extensions.transformer_engine import TECudaRNGStatesTracker
+    except ImportError:
+        return [CudaRNGStatesTracker]
+    return [one for one in (CudaRNGStatesTracker, TECudaRNGStatesTracker) if isinstance(one, type)]
 
 
 def uninstall() -> None:
