@@ -42,6 +42,7 @@ _WORDS = {
     "moe_token_dispatcher_type": "allgather",
     "cuda_graph_impl": "none",
     "ckpt_format": "torch_dist",
+    "ckpt_convert_format": None,
     "optimizer": "adam",
     "muon_tp_mode": "blockwise",
     "fp8_format": None,
@@ -64,7 +65,7 @@ _SWITCHES = (
     *("use_tp_pp_dp_mapping", "use_mp_args_from_checkpoint_args"),
     *("attention_output_gate", "overlap_param_gather", "overlap_param_gather_with_optimizer_step"),
     *("cross_entropy_loss_fusion", "use_sharp", "batch_invariant_mode", "deterministic_mode", "grad_reduce_in_bf16"),
-    *("init_method_xavier_uniform", "use_cpu_initialization"),
+    *("init_method_xavier_uniform", "use_cpu_initialization", "inference_rng_tracker", "log_max_attention_logit"),
     *("moe_grouped_gemm", "log_params_norm", "untie_embeddings_and_output_weights", "sft"),
 )
 

@@ -94,6 +94,11 @@ WRONG = {
         [*ON, "--context-parallel-size", "2", "--sft"],
         "--sft does not go with --context-parallel-size 2 .* leave --context-parallel-size at 1",
     ),
+    "context-logits": (
+        [*ON, "--context-parallel-size", "2", "--log-max-attention-logit"],
+        "--log-max-attention-logit does not go with --context-parallel-size 2 .* leave it out",
+    ),
+    "random states": ([*ON, "--inference-rng-tracker"], "--inference-rng-tracker does not go with .* leave it out"),
     "context-auto": (
         [*ON, "--context-parallel-size", "2", "--axonn-gx", "auto"],
         "--context-parallel-size 2 does not go with the size auto",
@@ -309,6 +314,16 @@ def test_the_flags_become_settings(host):
     host.run(*ON, "--axonn-overlap", "none")
     assert host.installed[2] == Settings(1, 1, 1, "scattered", False, False, False)
     assert host.installed[1].options().cache_gathers == "2GiB"
+
+
+def test_a_distributed_optimizer_is_saved_for_any_ranks(host):
+    def for_any(*flags):
+        return host.run(*ON, "--axonn-gz", "2", *flags).dist_ckpt_optim_fully_reshardable
+
+    shared, torch, dist = "--use-distributed-optimizer", ("--ckpt-format", "torch"), ("--ckpt-format", "torch_dist")
+    assert for_any(shared) and not for_any() and not for_any(shared, *torch)
+    assert for_any(shared, *torch, "--ckpt-convert-format", "torch_dist")
+    assert not for_any(shared, *dist, "--ckpt-convert-format", "torch")
 
 
 def test_weight_gradients_are_added_by_a_kernel_where_there_is_one(host):

@@ -21,6 +21,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.extensions import transformer_engine
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.enums import AttnBackend
@@ -279,7 +280,7 @@ def test_without_a_file_for_this_rank_the_exit_code_is_not_zero(
     def load(load_dir: str, args: Any, code: int | None = None) -> None:
         raise SystemExit(code)
 
-    take = checkpoint_training._or_say_why_not(load)
+    take = checkpoint_training._of_these_ranks(load)
     for missing, code, told in ((False, None, 2), (True, None, None), (False, 3, 3)):
         args = Namespace(exit_on_missing_checkpoint=missing, pipeline_model_parallel_size=1)
         with pytest.raises(SystemExit) as stopped:
@@ -310,22 +311,16 @@ def test_files_of_another_grid_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(process_groups, "settings", lambda: Settings(2, 2))
-    args = Namespace(use_dist_ckpt=False, load="saved", pipeline_model_parallel_size=1, finetune=True)
-    checked = []
-    take = checkpoint_training._of_these_ranks(checked.append, Namespace(get_args=lambda: args))
-    found = Namespace(**{"pipeline_model_parallel_size": 1, **saved})
-    # With --finetune Megatron compares no arguments.
-    read = ({"args": found}, "", False, Namespace(name="LEGACY"))
-    load = checkpoint_training._or_say_why_not(lambda load_dir, args: read)
+    # With --ckpt-format torch_dist, the default, Megatron reads them, too, and compares no sizes.
+    args = Namespace(use_dist_ckpt=True, load="saved", pipeline_model_parallel_size=1, finetune=False)
+    read = ({"args": Namespace(**{"pipeline_model_parallel_size": 1, **saved})}, "", False, Namespace(name="LEGACY"))
+    load = checkpoint_training._of_these_ranks(lambda load_dir, args: read)
     if words is None:
-        take(found)
-        assert checked == [found]
         assert load("saved", args) == read
         return
-    for refused in (lambda: take(found), lambda: load("saved", args)):
-        with pytest.raises(SystemExit):
-            refused()
-        assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        load("saved", args)
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -347,14 +342,26 @@ def test_states_of_another_form_are_refused(
     assert re.search(words, capsys.readouterr().err)
 
 
-def test_random_states_of_another_grid_are_left() -> None:
-    tracker, loaded = type("Tracker", (), {"states_": {"model-parallel-rng": 1, "axonn-2-1-scattered": 2}})(), []
-    take = checkpoint._of_this_grid(lambda self, states: loaded.append(states))
-    take(tracker, {"model-parallel-rng": 3})
-    take(tracker, {"model-parallel-rng": 3, "axonn-1-2-scattered": 4})
-    assert not loaded
-    take(tracker, {"model-parallel-rng": 3, "axonn-2-1-scattered": 4})
-    assert len(loaded) == 1
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(checkpoint, "CudaRNGStatesTracker"), (transformer_engine, "TECudaRNGStatesTracker")],
+    ids=["megatron's", "transformer engine's"],
+)
+def test_random_states_of_another_grid_are_left(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[dict[str, int]] = []
+    kind = type("Tracker", (), {"states_": {}, "set_states": lambda self, states: loaded.append(states)})
+    monkeypatch.setattr(module, name, kind)
+    checkpoint.install()
+    try:
+        tracker: Any = kind()
+        tracker.states_ = {"model-parallel-rng": 1, "axonn-2-1-scattered": 2}
+        tracker.set_states({"model-parallel-rng": 3})
+        tracker.set_states({"model-parallel-rng": 3, "axonn-1-2-scattered": 4})
+        assert not loaded
+        tracker.set_states({"model-parallel-rng": 3, "axonn-2-1-scattered": 4})
+        assert len(loaded) == 1
+    finally:
+        checkpoint.uninstall()
 
 
 LAYOUTS = {

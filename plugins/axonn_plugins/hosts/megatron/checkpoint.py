@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.extensions import transformer_engine as te
 from megatron.core.models.common.language_module import language_module
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import mlp, multi_token_prediction
@@ -144,7 +145,9 @@ def install() -> None:
     _originals.wrap(mlp, "apply_swiglu_sharded_factory", _already_in_pieces)
     for copies in (language_module, multi_token_prediction):
         _originals.wrap(copies, "make_tp_sharded_tensor_for_checkpoint", _tied)
-    _originals.wrap(CudaRNGStatesTracker, "set_states", _of_this_grid)
+    for tracker in (CudaRNGStatesTracker, te.TECudaRNGStatesTracker):
+        if isinstance(tracker, type):  # that of --te-rng-tracker is no class where Transformer Engine is not installed
+            _originals.wrap(tracker, "set_states", _of_this_grid)
     checkpoint_optimizer.install(_originals)
     on_import("megatron.training.checkpointing", lambda module: checkpoint_training.install(module, _originals))
 

@@ -18,8 +18,7 @@ from axonn_plugins.hosts.megatron.settings import LAYOUTS
 def install(module: ModuleType, originals: Originals) -> None:
     """Wrap a `megatron.training.checkpointing` module."""
     originals.wrap(module, "get_rng_state", _as_without_experts)
-    originals.wrap(module, "check_checkpoint_args", lambda original: _of_these_ranks(original, module))
-    originals.wrap(module, "_load_base_checkpoint", _or_say_why_not)
+    originals.wrap(module, "_load_base_checkpoint", _of_these_ranks)
 
 
 def _as_without_experts(original: Any) -> Any:
@@ -37,19 +36,6 @@ def _as_without_experts(original: Any) -> Any:
     return get_rng_state
 
 
-def _of_these_ranks(original: Any, module: ModuleType) -> Any:
-    """Files of format torch are of one grid's ranks, whose names another grid's ranks may have."""
-
-    @wraps(original)
-    def check_checkpoint_args(checkpoint_args: Any, *rest: Any, **named: Any) -> None:
-        args = module.get_args()
-        if not args.use_dist_ckpt:
-            _check_grid(args.load, args, checkpoint_args)
-        original(checkpoint_args, *rest, **named)
-
-    return check_checkpoint_args
-
-
 def _check_grid(load_dir: str, args: Any, checkpoint_args: Any) -> None:
     here, saved = _grid_here(args), _grid_of(checkpoint_args)
     if saved != here:
@@ -61,8 +47,11 @@ def _check_grid(load_dir: str, args: Any, checkpoint_args: Any) -> None:
         )
 
 
-def _or_say_why_not(original: Any) -> Any:
-    """Megatron ends with exit code 0 where this rank has no file."""
+def _of_these_ranks(original: Any) -> Any:
+    """Files of format torch, which Megatron reads whatever --ckpt-format says, are of one grid's ranks, whose names another grid's ranks may have.
+
+    Megatron compares no sizes then, nor with --finetune, and ends with exit code 0 where this rank has no file.
+    """
 
     @wraps(original)
     def load(load_dir: str, args: Any, *rest: Any, **named: Any) -> Any:
@@ -78,8 +67,7 @@ def _or_say_why_not(original: Any) -> Any:
                 )
             )
         state, _, _, kind = found
-        # Where weights alone are taken, Megatron does not compare arguments.
-        if args.finetune and getattr(kind, "name", "") == "LEGACY" and "args" in state:
+        if getattr(kind, "name", "") == "LEGACY" and "args" in state:
             _check_grid(load_dir, args, state["args"])
         return found
 

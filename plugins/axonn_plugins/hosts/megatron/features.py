@@ -105,6 +105,9 @@ FEATURES = (
     ),
     Feature("use_legacy_static_engine", "only training is split", "convert the checkpoint, and serve it with Megatron"),
     Feature("flash_decode", "only training is split"),
+    Feature(
+        "inference_rng_tracker", "without states of their own ranks would begin with the same shares, and drop the same"
+    ),
     Feature("use_inference_optimized_layers", "only training is split"),
     Feature("perform_rl_step", "its roll-outs are inference, and only training is split"),
     Feature("use_legacy_models", "only models of megatron.core are split", "leave it out"),
@@ -246,6 +249,7 @@ SHARED = (
         "kernels of Transformer Engine cut each of its packed sequences over all ranks, and attention here knows one cut of them all",
         "leave it out, or leave --context-parallel-size at 1",
     ),
+    Feature("log_max_attention_logit", "attention here keeps no logits"),
 )
 """Features that do not go with sequences that ranks share."""
 

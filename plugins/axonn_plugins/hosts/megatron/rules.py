@@ -66,7 +66,7 @@ def before(args: Any) -> Settings:
     args.gradient_accumulation_fusion, args.no_persist_layer_norm = _fuses(args, settings), True
     args.axonn_gx, args.axonn_gy, args.axonn_gz = settings.gx, settings.gy, settings.gz
     # What only the ranks that saved it can read would be read by others of the same number.
-    args.dist_ckpt_optim_fully_reshardable = args.use_distributed_optimizer and args.ckpt_format == "torch_dist"
+    args.dist_ckpt_optim_fully_reshardable = args.use_distributed_optimizer and _formats(args)[-1] == "torch_dist"
     return settings
 
 
@@ -280,9 +280,14 @@ def _check_tensor_size(args: Any, settings: Settings) -> None:
         )
 
 
+def _formats(args: Any) -> list[str]:
+    """Formats of checkpoints: that of the run, and that into which it converts one."""
+    return [one for one in (args.ckpt_format, getattr(args, "ckpt_convert_format", None)) if one is not None]
+
+
 def _check_rows(args: Any, settings: Settings) -> None:
     """In a torch_dist checkpoint a share over z is whole rows of a weight."""
-    if args.ckpt_format != "torch_dist" or not (args.save or args.load):
+    if "torch_dist" not in _formats(args) or not (args.save or args.load):
         return
     gx, gy, gz = settings.gx, settings.gy, settings.gz
     both = 2 if args.swiglu else 1
