@@ -118,8 +118,7 @@ def parallelize(
             # Nested tensors are only for the layers' fast path, which is off.
             module.use_nested_tensor = False
     broadcast_buffers(common, mesh)
-    if options.sync_batch_norm:
-        synchronise(model, mesh)
+    synchronise(model, mesh, options.sync_batch_norm)
     _share_inputs(placements)
     sum_unnamed(model, mesh)
     _count_locally(model, placements, options)

@@ -82,7 +82,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], over: Callable[[nn.Paramet
         # The gradients live in the bucket from here on, so that nothing is copied back.
         for parameter, part in zip(members, parts, strict=True):
             if parameter.grad is not None:
-                part.copy_(parameter.grad.reshape(-1))
+                part.copy_(parameter.grad.to_dense().reshape(-1))
             parameter.grad = part.view_as(parameter)
         mark_absent(parts, present)
         pending.append((start_all_reduce_(flat, axes, axis), members, present))

@@ -1,7 +1,7 @@
 """BatchNorm whose statistics are those of the samples of all ranks, as in a run on one rank with the whole batch.
 
 Ranks along z and data read different samples; torch's BatchNorm takes the statistics of each rank's own, under DDP as here.
-`torch.nn.SyncBatchNorm` knows CUDA alone.
+`torch.nn.SyncBatchNorm`, whose statistics are of all ranks, counts tokens that ranks of x and y share once for each, and knows CUDA alone.
 """
 
 from __future__ import annotations
@@ -83,18 +83,26 @@ class _Sync3d(SyncBatchNorm, nn.BatchNorm3d):
     pass
 
 
-_SYNCHRONISED = dict(zip(PLAIN, (_Sync1d, _Sync2d, _Sync3d), strict=True))
+class _SyncAny(SyncBatchNorm):
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
-def synchronise(model: nn.Module, mesh: Mesh) -> None:
-    """Give every BatchNorm of a model the statistics of all ranks' samples, in place.
+_SYNCHRONISED = dict(zip((*PLAIN, nn.SyncBatchNorm), (_Sync1d, _Sync2d, _Sync3d, _SyncAny), strict=True))
+
+
+def synchronise(model: nn.Module, mesh: Mesh, every: bool) -> None:
+    """Give BatchNorms of a model the statistics of all ranks' samples, in place.
 
     Args:
-        model: whose `nn.BatchNorm1d`, `2d` and `3d` are changed; subclasses keep their other methods.
+        model: subclasses of what is changed keep their other methods.
         mesh: over whose z and data axes samples lie.
+        every: `nn.BatchNorm1d`, `2d` and `3d`, too, and not `nn.SyncBatchNorm` of all ranks alone.
     """
     for module in model.modules():
-        plain = next((kind for kind in PLAIN if isinstance(module, kind)), None)
-        if plain is not None and not isinstance(module, SyncBatchNorm):
+        plain = next((kind for kind in _SYNCHRONISED if isinstance(module, kind)), None)
+        changes = getattr(module, "process_group", None) is None if plain is nn.SyncBatchNorm else every
+        if plain is not None and changes and not isinstance(module, SyncBatchNorm):
             become(module, _SYNCHRONISED[plain], plain)
             module.mesh = mesh  # type: ignore[assignment]

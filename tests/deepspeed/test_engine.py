@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor, nn
 
 from axonn_recipes.models.gpt import GPT, GPTConfig
@@ -29,10 +31,34 @@ GPT_PLAN = {
     "head": "head",
     "loss": "loss",
 }
+PAIRS = {"*.fc1": "normal", "*.fc2": "transposed"}
 
 
 def gpt() -> nn.Module:
     return GPT(GPTConfig(vocabulary=51, context=6, layers=1, heads=4, hidden=32, tied=True))
+
+
+class Checkpointed(GPT):
+    """Blocks are DeepSpeed's checkpoints, whose inputs it partitions, or keeps in contiguous buffers of a pass."""
+
+    contiguous = False
+
+    def __init__(self) -> None:
+        super().__init__(GPTConfig(vocabulary=51, context=6, layers=2, heads=4, hidden=32))
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.tokens(ids)
+        ranks = dist.is_initialized()  # a configuration of the whole process, which the run in one process leaves alone
+        checkpointing.PARTITION_ACTIVATIONS, checkpointing.num_layers = ranks, 2
+        checkpointing.CONTIGUOUS_CHECKPOINTING = ranks and self.contiguous
+        for block in self.blocks:
+            x = checkpointing.checkpoint(block, x) if ranks else block(x)
+        logits = self.head(self.norm(x + self.positions(torch.arange(ids.shape[1]))))
+        return logits if targets is None else self.mean_loss(logits, targets)
+
+
+class Contiguous(Checkpointed):
+    contiguous = True
 
 
 def ids() -> tuple[Tensor, ...]:
@@ -157,6 +183,8 @@ for stage, where in ((0, "gx2gz2"), (1, "gy2gz2"), (2, "gz2gdata2")):
     OTHERS[f"in host memory-{stage}"] = Case(gpt, ids, GRIDS[where], GPT_PLAN, extra={"zero_optimization": zero})
 for where, grid in GRIDS.items():
     OTHERS[f"fp64-{where}"] = Case(gpt, ids, grid, GPT_PLAN, dtype="fp64")
+OTHERS["fp64-partitioned"] = Case(Checkpointed, ids, GRIDS["gx2gy2"], GPT_PLAN, dtype="fp64")
+OTHERS["fp64-contiguous"] = Case(Contiguous, ids, GRIDS["gx2gdata2"], PAIRS, dtype="fp64")
 OTHERS["fp64-odd"] = Case(odd, rows(7, 3), GRIDS["gx2gy2"], dtype="fp64")
 OTHERS["fp64-auto"] = Case(gpt, ids, GRIDS["gx2gy2"], "auto", dtype="fp64")
 OTHERS["encoder-auto"] = Case(Encoder, sequences, GRIDS["gx2gz2"], "auto", after=evaluate)
@@ -176,6 +204,8 @@ EVERY_RUN = {
     "sums in fp32-0",
     "in host memory-2",
     "fp64-gz2gdata2",
+    "fp64-partitioned",
+    "fp64-contiguous",
     "fp64-odd",
     "fp64-auto",
     "encoder-auto",

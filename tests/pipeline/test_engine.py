@@ -29,6 +29,7 @@ from tests.pipeline.training import (
     plain,
     ready,
     serial,
+    sparse,
     start,
     tied,
     train,
@@ -75,6 +76,7 @@ CASES: dict[int, dict[str, Case]] = {
         "1 x 4": Case(tied, stages=1, microbatches=3, clip=0.05),
         "4 stages, tied, fewer microbatches than stages": Case(tied, stages=4, microbatches=3, clip=0.05),
         "2 x 2": Case(tied, microbatches=5, clip=0.05, tokens=varying),
+        "sparse gradients, 2 x 2": Case(sparse, optimizer="SGD", clip=0.05),
         "4 stages, uneven, deterministic": Case(
             tied, stages=4, partition="type:Feed", block={"deterministic": True, "pipeline_limit": 6}, microbatches=9
         ),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -61,6 +62,10 @@ from axonn_tp import (
 )
 from axonn_tp.comm.gradients import keep_sums
 from axonn_tp.compiled.refusals import check_compiled
+from axonn_tp.layers.activation import Activation
+
+# DeepSpeed's partition_activations leaves these alone: a share is this rank's own, and would not know any more how its tokens lie.
+Activation.no_checkpointing = property(lambda _: checkpointing.PARTITION_ACTIVATIONS)  # type: ignore[attr-defined]
 
 
 def choose_sizes(
