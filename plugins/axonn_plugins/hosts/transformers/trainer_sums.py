@@ -90,18 +90,20 @@ def _stepping(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _training_step(self: Any, original: Callable[..., Any], model: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
-    """The trainer's own, whose loss a script may compute itself."""
+    """The trainer's own, whose loss a script may compute itself; where `compute_loss` does not, it is taken for a mean over rows."""
+
+    def counted(loss: torch.Tensor) -> torch.Tensor:
+        if self._axonn_weighed:
+            return loss
+        return loss * share() if share() else loss.nan_to_num() * 0
 
     def backward(_: Any, original: Callable[..., Any], loss: torch.Tensor, **named: Any) -> None:
-        """Accelerate's; what is no loss of `compute_loss` is taken for a mean over rows."""
-        if not self._axonn_weighed:
-            loss = loss * share() if share() else loss.nan_to_num() * 0
-        original(loss, **named)
+        original(counted(loss), **named)
 
     self._axonn_weighed = False
     with counting(inputs), noisy(inputs), _replaced(self, compute_loss=in_one_process):
         with _replaced(self.accelerator, backward=backward):
-            return original(model, _without_targets(self, inputs), *rest, **kw)
+            return counted(original(model, _without_targets(self, inputs), *rest, **kw))
 
 
 def _evaluating(original: Callable[..., Any]) -> Callable[..., Any]:
