@@ -173,7 +173,7 @@ def test_adapters_of_whole_weights_are_refused_without_a_host(build: Any, words:
 
 
 def test_an_optimizer_of_pairs_of_matrices_is_refused() -> None:
-    """It finds pairs by names in its groups, which a trial on a small tensor does not show, and multiplied a shard by a shard."""
+    """It finds pairs by names in its groups, which a trial on a small tensor does not show; its first step ended in an error of shapes."""
     from peft.optimizers import create_lorafa_optimizer
 
     optimizer = create_lorafa_optimizer(adapted("llama"), r=3, lora_alpha=6, lr=1e-3)

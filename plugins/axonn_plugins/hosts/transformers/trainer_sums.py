@@ -93,7 +93,7 @@ def _training_step(self: Any, original: Callable[..., Any], model: Any, inputs: 
     """The trainer's own, whose loss a script may compute itself; where `compute_loss` does not, it is taken for a mean over rows."""
 
     def counted(loss: torch.Tensor) -> torch.Tensor:
-        if self._axonn_weighed:
+        if self._axonn_weighed or share() == 1:
             return loss
         return loss * share() if share() else loss.nan_to_num() * 0
 
