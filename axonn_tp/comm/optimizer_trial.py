@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 NOT_ELEMENTWISE = (
     *("lamb", "lars", "larc", "muon", "muadam", "musgd", "shampoo", "soap", "adafactor", "novograd", "prodigy"),
-    *("dadapt", "onebit", "zerooneadam", "lbfgs"),
+    *("dadapt", "onebit", "zerooneadam", "lbfgs", "lorafa"),
 )
 """Words in the names of optimizers that look at a whole weight matrix, layer or model at once."""
 _ELEMENTS, _STEPS = 4096, 3

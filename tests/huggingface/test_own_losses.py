@@ -136,6 +136,18 @@ class OwnOfModel(transformers.Trainer):
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
+class OwnStep(transformers.Trainer):
+    """A step as scripts have them that do more in it: the first epoch's loss is that of `compute_loss`, the second's the model's own."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        first = self.state.global_step * 2 < self.state.max_steps
+        loss = self.compute_loss(model, inputs) if first else model(**inputs).loss
+        self.accelerator.backward(loss, **{"scale_wrt_gas": False} if self.is_deepspeed_enabled else {})
+        return loss.detach()
+
+
 class Penalized(transformers.Trainer):
     """The Trainer's loss and a number that no row adds to."""
 
@@ -297,12 +309,20 @@ ROUNDS = EPOCH | {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
 FUNCTIONS = {"sum": summed, "sum divided": divided, "mean": mean}
 OWN = {"own sum": Own, "own sum divided": OwnDivided, "own multiplied": OwnMultiplied, "own mean": OwnMean}
 SGD = EPOCH | {"optim": "sgd", "learning_rate": 0.1}
+BY_COST = {
+    "train_sampling_strategy": "batch_rebalance",
+    "num_train_epochs": 2,
+    "save_strategy": "steps",
+    "save_steps": 3,
+}
 OWN_SGD = {"first": OwnOfFirst, "ranks": OwnOfRanks, "two": OwnOfTwo}
 CASES: dict[str, tuple[Case, Any, Any]] = {
     **{name: (Case(gpt2, arguments=ROUNDS, batch=8), None, function) for name, function in FUNCTIONS.items()},
     **{name: (Case(gpt2, arguments=EPOCH), kind, None) for name, kind in OWN.items()},
     **{f"own of {name}": (Case(gpt2, arguments=SGD), kind, None) for name, kind in OWN_SGD.items()},
     "own of rows": (Case(gpt2, then_padded, SGD), OwnOfRows, None),
+    "rows of lengths": (Case(gpt2, arguments=SGD | BY_COST, batch=8), OwnOfRows, None),
+    "own step": (Case(classifier, classes, SGD | {"num_train_epochs": 2}), OwnStep, None),
     "penalized": (Case(gpt2, arguments=ROUNDS, batch=8), Penalized, None),
     "plain": (Case(Plain, arguments=EPOCH, config=NO_AUTO), None, None),
     "summing": (Case(Summing, arguments=EPOCH, config=NO_AUTO), None, None),
@@ -333,6 +353,11 @@ def run(name: str, grid: dict[str, Any] | None, readers: int) -> list[dict[str, 
         used.evaluate()  # before there is a training call
         used.state.log_history.clear()
     used.train()
+    if "save_steps" in case.arguments:  # and once more from the middle of the second epoch
+        resumed = trainer(case, block, readers, used.args.output_dir)
+        resumed.__class__ = kind or type(resumed)
+        resumed.train(resume_from_checkpoint=f"{used.args.output_dir}/checkpoint-3")
+        return history(used) + history(resumed)[:-1]
     return history(used)
 
 

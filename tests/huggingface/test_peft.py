@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import axonn_plugins
+from axonn_plugins.hosts.common.elementwise import check_by_parameter, looks_at_whole_matrices
 from axonn_plugins.hosts.common.experts import experts_of
 from axonn_tp import Grid, auto_plan
 from axonn_tp.plan.placement import place
@@ -168,6 +169,17 @@ def test_adapters_of_whole_weights_are_refused_without_a_host(build: Any, words:
     """By what every host asks: the plan, found or given."""
     with pytest.raises(ValueError, match=words) as told:
         auto_plan(build(), Grid(gx=2)) if plan == "auto" else place(build(), Grid(gx=2), plan)
+    assert one_sentence(str(told.value))
+
+
+def test_an_optimizer_of_pairs_of_matrices_is_refused() -> None:
+    """It finds pairs by names in its groups, which a trial on a small tensor does not show; its first step ended in an error of shapes."""
+    from peft.optimizers import create_lorafa_optimizer
+
+    optimizer = create_lorafa_optimizer(adapted("llama"), r=3, lora_alpha=6, lr=1e-3)
+    assert looks_at_whole_matrices(optimizer)
+    with pytest.raises(axonn_plugins.config.ConfigError, match="steps one matrix of a pair by the other") as told:
+        check_by_parameter(optimizer, pruned=False)
     assert one_sentence(str(told.value))
 
 

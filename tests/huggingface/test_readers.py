@@ -204,6 +204,12 @@ def second(config: dict[str, Any], readers: int) -> None:
         accelerator.prepare(model, *([] if model is models[1] else [torch.optim.SGD(model.parameters())]))
 
 
+def meshed(config: dict[str, Any], readers: int) -> None:
+    """Two readers, of which Accelerate is told that they read the same."""
+    plugin, same = accelerate.DeepSpeedPlugin(hf_ds_config=config), accelerate.ParallelismConfig(tp_size=2)
+    accelerate.Accelerator(deepspeed_plugin=plugin, parallelism_config=same).prepare(nn.Linear(4, 4))
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("plain", {}),
     "optimizer": ("plain", {}),
@@ -249,6 +255,8 @@ def every_trainer(config: bool, wanted: set[str], streamed: set[str] | None = No
         found["prompts differ"] = attempt(generated, GRIDS["gx"], True)
         forget()
         found["second"] = refused(second, settings({"gx": 2}))
+        forget()
+        found["meshed"] = refused(meshed, settings({"gz": 2}))
         forget()
         found["world"] = refused(trained, settings({"gx": 3}))
         forget()
@@ -358,6 +366,7 @@ def test_the_inner_module_generates(one: dict[str, Any], ranks: list[dict[str, A
             "a second model, Linear",
             "knows the engine of the first alone, GPT2LMHeadModel; give each model an Accelerator",
         ),
+        "meshed": ("tp_size = 2 in Accelerate's ParallelismConfig", "leave it out"),
         "late": ("Accelerate counts 1 of the 2 ranks",),
     }.items(),
 )

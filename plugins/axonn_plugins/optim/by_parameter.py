@@ -6,6 +6,7 @@ NOT_BY_PARAMETER = {
     "lbfgs": "computes the loss several times a step",
     "prodigy": "takes the step's length from all weights together",
     "dadapt": "takes the step's length from all weights together",
+    "lorafa": "steps one matrix of a pair by the other, which it finds by their places and names",
     "onebit": "communicates by itself",
     "zerooneadam": "communicates by itself",
     "muadam": "has its learning rates by shapes that it reads of whole weights when it is made",

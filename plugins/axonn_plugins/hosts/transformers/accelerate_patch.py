@@ -258,6 +258,7 @@ def _preparing(original: Callable[..., tuple]) -> Callable[..., tuple]:
         loaders = [one for one in given if isinstance(one, DataLoader)]
         if models and isinstance(raw, Mapping) and "axonn" in raw:
             _refuse_second(self, models[0], given)
+            _refuse_sizes(self)
             count_boxes(models[0])
         if models and open_sizes(raw):
             steps = raw.get("gradient_accumulation_steps")
@@ -296,6 +297,20 @@ def _refuse_second(accelerator: Any, model: nn.Module, given: tuple) -> None:
             f"the engine of the first alone, {type(known.engine.module).__name__}; give each model an Accelerator of its own "
             '(Accelerator(deepspeed_plugins={"first": ..., "second": ...})), or make both parts of one module with one optimizer'
         )
+
+
+def _refuse_sizes(accelerator: Any) -> None:
+    """Refuse ranks that Accelerate lets read the same besides those of the block: steps would have fewer samples.
+
+    Raises:
+        ConfigError: names the size.
+    """
+    for size in ("tp_size", "cp_size"):
+        if (found := getattr(getattr(accelerator, "parallelism_config", None), size, 1)) > 1:
+            raise ConfigError(
+                f"{size} = {found} in Accelerate's ParallelismConfig stands beside the axonn block, which says itself which ranks read the same data; leave "
+                "it out, and write gx, gy, gz and sequence in axonn.tensor_parallel"
+            )
 
 
 def _with_sizes(original: Callable[..., Any]) -> Callable[..., Any]:

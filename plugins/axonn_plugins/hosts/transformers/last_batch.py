@@ -102,6 +102,19 @@ def last(batch: Any) -> Last | None:
     return Last(rows, own, own * readers / read, cut=shard is not None) if read else None
 
 
+def weighed_by_rows(batches: list[Any], accelerator: Any) -> list[Any]:
+    """Batches of which each reader has another number of rows, as parts of those of all readers; all readers call it."""
+    from accelerate.utils.operations import find_batch_size
+
+    rows = torch.tensor([[find_batch_size(batch) or 1 for batch in batches]], device=accelerator.device)
+    shares = (rows * accelerator.num_processes / accelerator.gather(rows).sum(0)).flatten().tolist()
+    made = [Part(batch) if isinstance(batch, Mapping) else batch for batch in batches]
+    for part, share in zip(made, shares, strict=True):
+        if isinstance(part, Part):
+            part.share = share
+    return made
+
+
 _part: Part | None = None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,7 @@ from axonn_plugins.hosts.deepspeed.patch import read
 from axonn_plugins.hosts.transformers import evaluating_first, neftune, trainer_sums
 from axonn_plugins.hosts.transformers.accelerate_patch import has_state, notice, same
 from axonn_plugins.hosts.transformers.asking import ask
+from axonn_plugins.hosts.transformers.kinds import count_votes
 from axonn_plugins.hosts.transformers.readers import Readers, has_block, replicas
 from axonn_plugins.hosts.transformers.sizes import open_sizes, settle
 from axonn_plugins.hosts.transformers.tokens import refuse_heads, refuse_orders
@@ -98,6 +99,39 @@ def patch_trainer(module: ModuleType) -> None:
     trainer.create_accelerator_and_postprocess = _marking(trainer.create_accelerator_and_postprocess)
     trainer_sums.patch(module)
     evaluating_first.patch(module)
+    with suppress(ImportError):  # of older transformers
+        from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+        _save_together(JITCheckpointCallback)
+
+
+def _save_together(kind: Any) -> None:
+    """Let a checkpoint that SIGTERM asks for be that of a step's end on all ranks, as soon as one was told.
+
+    A rank's signal comes when it comes, and under DeepSpeed weights are another step's already where the callback looks before `optimizer.step`.
+    """
+
+    def ends(original: Callable[..., None]) -> Callable[..., None]:
+        @wraps(original)
+        def on_step_end(self: Any, *given: Any, **named: Any) -> None:
+            manager = self.jit_manager
+            if manager and has_block(self.trainer.accelerator):
+                manager.is_checkpoint_requested = count_votes(self.trainer, [manager.is_checkpoint_requested])[0] > 0
+            original(self, *given, **named)
+
+        return on_step_end
+
+    def waits(original: Callable[..., None]) -> Callable[..., None]:
+        @wraps(original)
+        def elsewhere(self: Any, *given: Any, **named: Any) -> None:
+            if not (self.jit_manager and has_block(self.trainer.accelerator)):
+                original(self, *given, **named)
+
+        return elsewhere
+
+    kind.on_step_end = ends(kind.on_step_end)
+    for name in ("on_pre_optimizer_step", "on_step_begin", "on_epoch_end"):
+        setattr(kind, name, waits(getattr(kind, name)))
 
 
 def _choosing(original: Callable[..., None]) -> Callable[..., None]:

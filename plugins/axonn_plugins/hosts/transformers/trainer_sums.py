@@ -16,20 +16,20 @@ from axonn_plugins.goldfish import IGNORED
 from axonn_plugins.hosts.transformers.accelerate_patch import replica, same
 from axonn_plugins.hosts.transformers.balance import balanced
 from axonn_plugins.hosts.transformers.kinds import count_votes
-from axonn_plugins.hosts.transformers.last_batch import Nothing, Part, counting, last
+from axonn_plugins.hosts.transformers.last_batch import Nothing, Part, counting, last, share, weighed_by_rows
 from axonn_plugins.hosts.transformers.means import in_one_process
 from axonn_plugins.hosts.transformers.neftune import noisy
 from axonn_plugins.hosts.transformers.padded_targets import refuse_padded_targets
 from axonn_plugins.hosts.transformers.readers import as_one_reader, has_block
 from axonn_plugins.hosts.transformers.tokens import of_all_readers
-from axonn_plugins.hosts.transformers.unfilled import endless, shared
+from axonn_plugins.hosts.transformers.unfilled import endless, shared, varying
 
 
 def patch(module: ModuleType) -> None:
     """Add to ``transformers.trainer``."""
     trainer, model = module.Trainer, module.PreTrainedModel  # type: ignore[attr-defined]
     trainer._get_num_items_in_batch = _counting_items(trainer._get_num_items_in_batch)
-    trainer.training_step = _training_step(trainer.training_step)
+    trainer._inner_training_loop = _stepping(trainer._inner_training_loop)
     trainer.compute_loss = _loss_of_trainer(trainer.compute_loss)
     trainer.evaluation_loop = _evaluating(trainer.evaluation_loop)
     trainer._finalize_training = _finalize(trainer._finalize_training)
@@ -50,6 +50,8 @@ def _counting_items(original: Callable[..., Any]) -> Callable[..., Any]:
         found = last(batches[-1]) if batches else None
         if found is not None:
             batches[-1] = found.part_of(batches[-1])
+        elif batches and varying():
+            batches[:] = weighed_by_rows(batches, self.accelerator)
         refuse_padded_targets(self, batches)
         own = [batch.counted() if isinstance(batch, Nothing) else batch for batch in batches]
         items = original(self, own, *rest, **keywords)
@@ -75,16 +77,33 @@ def _without_targets(self: Any, part: Part) -> Part:
     return part
 
 
-def _training_step(original: Callable[..., Any]) -> Callable[..., Any]:
+def _stepping(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def step(self: Any, model: Any, inputs: Any, *rest: Any, **keywords: Any) -> Any:
-        """The Trainer's, whose loss a script may compute itself."""
+    def loop(self: Any, *rest: Any, **keywords: Any) -> Any:
+        """The Trainer's, whose steps a class derived from it may have replaced."""
         if not has_block(self.accelerator):
-            return original(self, model, inputs, *rest, **keywords)
-        with counting(inputs), noisy(inputs), _replaced(self, compute_loss=in_one_process):
-            return original(self, model, _without_targets(self, inputs), *rest, **keywords)
+            return original(self, *rest, **keywords)
+        with _replaced(self, training_step=_training_step):
+            return original(self, *rest, **keywords)
 
-    return step
+    return loop
+
+
+def _training_step(self: Any, original: Callable[..., Any], model: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
+    """The trainer's own, whose loss a script may compute itself; where `compute_loss` does not, it is taken for a mean over rows."""
+
+    def counted(loss: torch.Tensor) -> torch.Tensor:
+        if self._axonn_weighed or share() == 1:
+            return loss
+        return loss * share() if share() else loss.nan_to_num() * 0
+
+    def backward(_: Any, original: Callable[..., Any], loss: torch.Tensor, **named: Any) -> None:
+        original(counted(loss), **named)
+
+    self._axonn_weighed = False
+    with counting(inputs), noisy(inputs), _replaced(self, compute_loss=in_one_process):
+        with _replaced(self.accelerator, backward=backward):
+            return counted(original(model, _without_targets(self, inputs), *rest, **kw))
 
 
 def _evaluating(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,6 +29,11 @@ class Unfilled(BatchSamplerShard):
         rows: int = samples.batch_size // (self.num_processes if self.split_batches else 1)
         return rows, len(samples.sampler) % (rows * self.num_processes)  # type: ignore[arg-type]
 
+    def set_epoch(self, epoch: int) -> None:
+        """Accelerate's loaders tell it to no sampler of batches behind this one and one that skips batches."""
+        if hasattr(self.batch_sampler, "set_epoch"):
+            self.batch_sampler.set_epoch(epoch)
+
     def own(self) -> int:
         """Samples of this reader in its last batch, where that is not full."""
         rows, read = self.last()
@@ -165,6 +170,12 @@ def endless() -> bool:
     except TypeError:
         return True
     return False
+
+
+def varying() -> bool:
+    """True if the batch last read is of a sampler whose batches are of different sizes, as those that balance lengths are; the same on all ranks."""
+    shard = unfilled(GradientState().active_dataloader)
+    return shard is not None and shard.batch_size is None
 
 
 class _Redrawn(RandomSampler):
