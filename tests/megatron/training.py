@@ -63,6 +63,7 @@ class Case:
         packed: lengths of the sequences that lie end to end in a row; Megatron's own layers see them by a mask.
         pattern: layers of a hybrid model, each a letter of Megatron's.
         smoothed: the loss is a script's own, of the model's logits, with labels that are smoothed so much.
+        frozen: parts of the names of parameters that are not trained.
     """
 
     settings: Settings | None = None
@@ -84,6 +85,7 @@ class Case:
     packed: tuple[int, ...] = ()
     pattern: str = ""
     smoothed: float | None = None
+    frozen: tuple[str, ...] = ()
 
     def on(self, settings: Settings | None, **changes: Any) -> Case:
         """The same run on a grid."""
@@ -226,6 +228,8 @@ def build(case: Case) -> DistributedDataParallel:
         model = Float16Module(config, model)
     elif case.dtype == torch.float64:
         model.double()  # mixers keep some of their weights in float32
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in case.frozen))
     return DistributedDataParallel(config, DistributedDataParallelConfig(**case.ddp), model)
 
 

@@ -13,8 +13,20 @@ from axonn_plugins.hosts.megatron.originals import Originals
 
 def install(originals: Originals) -> None:
     """Have the optimizers of a chain do as one would."""
+    originals.wrap(ChainedOptimizer, "__init__", _of_what_is_trained)
     originals.wrap(ChainedOptimizer, "prepare_grads", _of_one_scale)
     originals.wrap(ChainedOptimizer, "_split_state_dict", _each_of_all_chunks)
+
+
+def _of_what_is_trained(original: Callable[..., None]) -> Callable[..., None]:
+    """Where z splits all that is trained, there is one of nothing, on every rank, which has no state to save."""
+
+    @wraps(original)
+    def init(self: Any, chained_optimizers: list[Any]) -> None:
+        trained = [one for one in chained_optimizers if not getattr(one, "is_stub_optimizer", False)]
+        original(self, trained or chained_optimizers)
+
+    return init
 
 
 def _of_one_scale(original: Callable[[Any], bool]) -> Callable[[Any], bool]:

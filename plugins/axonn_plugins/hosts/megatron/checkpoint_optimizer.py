@@ -185,7 +185,8 @@ def _saved_as_one(original: Any) -> Any:
     def sharded_state_dict(self: Any, model: Any, is_loading: bool = False, **named: Any) -> Any:
         chain = self.chained_optimizers
         kinds = _kinds(chain)
-        if len(chain) == len(kinds):
+        elsewhere = any(group.get("is_expert_parallel") for one in chain for group in one.param_groups)
+        if len(chain) == len(kinds) and not elsewhere:
             return original(self, model, is_loading, **named)
         self._synchronize_steps()
         made = [join([one.sharded_state_dict(model, is_loading, **named) for one in kind]) for kind in kinds]
@@ -231,16 +232,16 @@ def _filled(found: dict[Any, Any], others: dict[Any, Any]) -> dict[Any, Any]:
 def _loaded_from_one(original: Any) -> Any:
     @wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> None:
-        state_dict = as_of_one(state_dict) if isinstance(state_dict, dict) else state_dict
-        chain = self.chained_optimizers
-        kinds = _kinds(chain)
-        if len(chain) > len(kinds) and isinstance(state_dict, dict):
-            joined = [state_dict] if _JOINED in state_dict else [one for _, one in sorted(state_dict.items())]
-            parts: dict[Any, dict[str, Any]] = {}
-            for kind, one in zip(kinds, joined, strict=True):
-                groups = [part.optimizer.state_dict()["param_groups"] for part in kind]
-                parts |= dict(zip(kind, separate(one, groups), strict=True))
-            state_dict = [parts[one] for one in chain]
+        if isinstance(state_dict, dict):
+            state_dict = as_of_one(state_dict)
+            every = [state_dict] if _JOINED in state_dict else [one for _, one in sorted(state_dict.items())]
+            if all(isinstance(one, dict) and _JOINED in one for one in every):
+                parts: dict[Any, dict[str, Any]] = {}
+                for kind, one in zip(_kinds(self.chained_optimizers), every, strict=True):
+                    groups = [part.optimizer.state_dict()["param_groups"] for part in kind]
+                    parts |= dict(zip(kind, separate(one, groups), strict=True))
+                state_dict = [parts[one] for one in self.chained_optimizers]
+                state_dict = state_dict if len(parts) > 1 else state_dict[0]
         original(self, state_dict)
 
     return load_state_dict
