@@ -64,6 +64,12 @@ CASES: dict[int, dict[str, Case]] = {
         "checkpointing": Case(tied, block={"activation_checkpointing": "auto"}),
         "checkpointing by 2": Case(tuples, block={"activation_checkpointing": 2}),
         "DeepSpeed's checkpointing": Case(tuples, module={"activation_checkpoint_interval": 1}, tokens=varying),
+        "DeepSpeed's checkpointing, partitioned": Case(
+            tuples,
+            module={"activation_checkpoint_interval": 1},
+            extra={"activation_checkpointing": {"partition_activations": True}},
+            optimizer="SGD",
+        ),
         "tokens, DeepSpeed's checkpointing": Case(tied, module={"activation_checkpoint_interval": 2}, optimizer="SGD"),
         "times are printed": Case(extra={"wall_clock_breakdown": True, "steps_per_print": 1}),
         "uneven": Case(tied, partition="parameters"),

@@ -16,6 +16,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # noqa: E402
+from deepspeed.runtime.activation_checkpointing import checkpointing  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import axonn_plugins.hosts.common.composition  # noqa: E402, F401
@@ -208,6 +209,8 @@ def module_of(case: Case) -> PipelineModule:
 
 def start(case: Case) -> Any:
     """The engine of a run."""
+    # As a script's deepspeed.checkpointing.configure does.
+    checkpointing.PARTITION_ACTIVATIONS = "activation_checkpointing" in case.extra
     module = module_of(case)
     engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config(case))
     return engine

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,8 +65,18 @@ from axonn_tp.comm.gradients import keep_sums
 from axonn_tp.compiled.refusals import check_compiled
 from axonn_tp.layers.activation import Activation
 
-# DeepSpeed's partition_activations leaves these alone: a share is this rank's own, and would not know any more how its tokens lie.
+# DeepSpeed's partition_activations leaves these alone: the ranks of its model-parallel group hold other shares, not the same activation.
 Activation.no_checkpointing = property(lambda _: checkpointing.PARTITION_ACTIVATIONS)  # type: ignore[attr-defined]
+_gather = checkpointing.gather_partitioned_activations
+
+
+def _gathered(tensors: Sequence[Tensor], device: Any = None) -> tuple[Tensor, ...]:
+    """DeepSpeed's; the views that it makes want gradients where their base does, and that of a view, which layers of ours may give, does not."""
+    pairs = zip(_gather(tensors, device), tensors[::2], strict=True)
+    return tuple(made.detach().requires_grad_(given.requires_grad) for made, given in pairs)
+
+
+checkpointing.gather_partitioned_activations = _gathered
 
 
 def choose_sizes(

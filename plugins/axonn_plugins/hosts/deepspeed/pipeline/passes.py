@@ -97,8 +97,12 @@ def keep_gradients(reentrant: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(reentrant)
     def checkpointed(function: Any, *inputs: Any) -> Any:
+        def of_views(*given: Any) -> Any:
+            # What a layer hands on as it was keeps its values when DeepSpeed, which partitions its inputs, takes theirs away.
+            return function(*(value.view_as(value) if isinstance(value, Tensor) else value for value in given))
+
         wanted = any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
-        return (reentrant if wanted or not torch.is_grad_enabled() else checkpoint_layers)(function, *inputs)
+        return (reentrant if wanted or not torch.is_grad_enabled() else checkpoint_layers)(of_views, *inputs)
 
     return checkpointed
 
@@ -244,9 +248,8 @@ class StagePasses(PipelineEngine):
         moved = tuple(
             x.clone().detach() if x.device == self.device else x.to(self.device) for x in _as_tuple(given, "the input")
         )
-        if self._reentrant:
-            for tensor in moved:
-                tensor.requires_grad_(tensor.is_floating_point())
+        if self._reentrant:  # which may take the values of what it is given away, and put them back in another shape
+            moved = tuple(_SameMemory.apply(x.requires_grad_()) if x.is_floating_point() else x for x in moved)
         return moved[0] if isinstance(given, Tensor) else moved
 
     def _received(self, message: Message, training: bool) -> tuple[tuple[Tensor, ...], tuple[bool, ...], Values]:
