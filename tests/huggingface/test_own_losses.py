@@ -421,6 +421,13 @@ def two_optimizers() -> Any:
     return attempt(trainer(case, {"tensor_parallel": {"gz": 2}}, 2, tempfile.mkdtemp()).train)
 
 
+def by_metrics() -> Any:
+    """DeepSpeed would step the schedule by the batch size."""
+    arguments = EPOCH | {"lr_scheduler_type": "reduce_lr_on_plateau"}
+    case = Case(gpt2, arguments=arguments, config={"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
+    return attempt(trainer(case, {"tensor_parallel": {"gz": 2}}, 2, tempfile.mkdtemp()).train)
+
+
 def routed_padding() -> Any:
     """Each reader pads to its own longest."""
     return attempt(trainer(Case(nllb, longest, EPOCH, NO_AUTO), {"tensor_parallel": {"gz": 2}}, 2, "unused").train)
@@ -443,7 +450,7 @@ def of_pairs() -> str:
 
 
 def all_refused() -> tuple[Any, ...]:
-    return refused(), two_optimizers(), routed_padding(), averaged_padding(), of_pairs()
+    return refused(), two_optimizers(), routed_padding(), averaged_padding(), by_metrics(), of_pairs()
 
 
 def test_labels_on_some_ranks_two_optimizers_and_padding_that_is_routed_are_refused_on_all() -> None:
@@ -452,7 +459,8 @@ def test_labels_on_some_ranks_two_optimizers_and_padding_that_is_routed_are_refu
         "the loss of OwnOfPairs is neither a sum nor a mean over the rows or the labels" in found[0][-1]
         and not found[1][-1]
     )
-    for told, given, routed, averaged, _ in found:
+    for told, given, routed, averaged, metrics, _ in found:
+        assert 'lr_scheduler_type = "reduce_lr_on_plateau" goes by what evaluations find' in metrics
         assert "or are routed to experts whose balance is part of the loss, and readers pad" in routed
         assert "is a mean over tokens of padding, too, and readers pad their rows to different lengths" in averaged
         assert "labels are in the batches of 1 of 2 ranks" in told
