@@ -50,7 +50,7 @@ class Unfilled(BatchSamplerShard):
 
 
 def _draw_alike(batches: Any) -> None:
-    """Let a sampler that draws by a generator that is nobody's own, as grouping by length does, draw the same on all readers, which have drawn for other rows."""
+    """Let a sampler that draws by a generator of all, as grouping by length does, draw the same on all readers, which have drawn for other rows."""
     sampler = getattr(batches, "sampler", batches)
     if isinstance(sampler, SequentialSampler) or getattr(sampler, "generator", None) is not None:
         return
