@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch.utils.data import BatchSampler, Sampler
 
 from tests.distributed import run_ranks
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 from axonn_plugins.hosts.transformers import means, trainer_sums  # noqa: E402
 from axonn_plugins.hosts.transformers.asking import ask  # noqa: E402
 from axonn_plugins.hosts.transformers.clipping import saying  # noqa: E402
@@ -60,8 +62,9 @@ def test_a_loss_over_no_token_is_not_spread(monkeypatch: pytest.MonkeyPatch) -> 
     loss, _, labels = trainer_sums._prediction_step(trainer, predict, None, batch)
     assert sent[0].item() == loss.item() == 0 and labels.shape == (2, 3)
     trainer.compute_loss = mean
-    step = trainer_sums._training_step(lambda self, model, inputs: self.compute_loss(model, inputs))
-    found = step(trainer, None, Last(rows=2, own=0, share=0.0).part_of(batch))
+    accelerator.backward = Tensor.backward
+    nothing = Last(rows=2, own=0, share=0.0).part_of(batch)
+    found = trainer_sums._training_step(trainer, lambda model, rows: trainer.compute_loss(model, rows), None, nothing)
     found.backward()
     assert found.item() == 0 and logits.grad is not None and not logits.grad.any() and trainer.compute_loss is mean
 
@@ -100,20 +103,30 @@ def of_readers(tensor: Tensor) -> Tensor:
 
 
 class Drawn(Sampler):
-    """An order by torch's generator, as a script's own sampler has it."""
+    """An order by one of the generators that are nobody's own, as a script's own sampler has it."""
+
+    def __init__(self, draw: Callable[[int], list[int]]) -> None:
+        self.draw = draw
 
     def __len__(self) -> int:
         return 14
 
     def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(len(self)).tolist())
+        return iter(self.draw(len(self)))
 
 
-def drawn() -> list[int]:
-    """Samples that a reader reads whose generator has come apart from the others'."""
+DRAWS: list[Callable[[int], list[int]]] = [
+    lambda number: torch.randperm(number).tolist(),
+    lambda number: random.sample(range(number), number),
+    lambda number: numpy.random.permutation(number).tolist(),
+]
+
+
+def drawn(draw: Callable[[int], list[int]]) -> list[int]:
+    """Samples that a reader reads whose generators have come apart from the others'."""
     reader = dist.get_rank()
-    torch.manual_seed(reader)
-    batches = [*Unfilled(BatchSampler(Drawn(), 2, drop_last=False), 3, reader)]
+    transformers.set_seed(reader)
+    batches = [*Unfilled(BatchSampler(Drawn(draw), 2, drop_last=False), 3, reader)]
     return [sample for batch in batches for sample in batch][: None if reader == 0 else 4]
 
 
@@ -130,7 +143,7 @@ def of_different_rows() -> dict[str, Any]:
     assert divides() and not known
     means = [mean.mean(), mean.detach().float()[:2].mean(), mean[1:].mean()]
     return {
-        "drawn": drawn(),
+        "drawn": [drawn(draw) for draw in DRAWS],
         "rows": rows.tolist(),
         "means": [float(one) for one in means],
         "sum": float(mean.sum()),
@@ -140,7 +153,8 @@ def of_different_rows() -> dict[str, Any]:
 
 def test_what_readers_of_different_rows_gather() -> None:
     ranks = run_ranks(of_different_rows, 3)
-    assert sorted(sample for found in ranks for sample in found["drawn"]) == [*range(14)]
+    for way in range(len(DRAWS)):
+        assert sorted(sample for found in ranks for sample in found["drawn"][way]) == [*range(14)]
     for found in ranks:
         assert found["rows"] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 0, 1] and found["none"] == (0, 2)
         assert found["means"] == pytest.approx([7 / 6, 7 / 6, 0.5]) and found["sum"] == 2

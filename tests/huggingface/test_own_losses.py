@@ -421,6 +421,13 @@ def two_optimizers() -> Any:
     return attempt(trainer(case, {"tensor_parallel": {"gz": 2}}, 2, tempfile.mkdtemp()).train)
 
 
+def by_metrics() -> Any:
+    """DeepSpeed would step the schedule by the batch size."""
+    arguments = EPOCH | {"lr_scheduler_type": "reduce_lr_on_plateau"}
+    case = Case(gpt2, arguments=arguments, config={"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
+    return attempt(trainer(case, {"tensor_parallel": {"gz": 2}}, 2, tempfile.mkdtemp()).train)
+
+
 def routed_padding() -> Any:
     """Each reader pads to its own longest."""
     return attempt(trainer(Case(nllb, longest, EPOCH, NO_AUTO), {"tensor_parallel": {"gz": 2}}, 2, "unused").train)
@@ -442,17 +449,47 @@ def of_pairs() -> str:
     return next((line for line in said.getvalue().splitlines() if "neither" in line), "")
 
 
+def asked_to_end() -> tuple[list[Any], ...]:
+    """Rank 1 alone is told by a signal, in the second of four steps; the last two as they are, and as a run goes on with them."""
+    folder = same_on_all(tempfile.mkdtemp())
+    case = Case(gpt2, arguments={"max_steps": 4, "optim": "sgd", "learning_rate": 0.1})
+    whole, ended, again = (
+        trainer(case, {"tensor_parallel": {"gz": 2}}, 2, folder, enable_jit_checkpoint=number == 1)
+        for number in range(3)
+    )
+    (manager,) = [each.jit_manager for each in ended.callback_handler.callbacks if hasattr(each, "jit_manager")]
+
+    def signal(*given: Any) -> None:
+        manager.is_checkpoint_requested |= ended.state.global_step == 1 and torch.distributed.get_rank() == 1
+
+    ended.model.register_forward_hook(signal)
+    whole.train()
+    ended.train()
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    return tuple([entry for entry in history(used)[:-1] if entry["step"] > 2] for used in (whole, again))
+
+
 def all_refused() -> tuple[Any, ...]:
-    return refused(), two_optimizers(), routed_padding(), averaged_padding(), of_pairs()
+    return (
+        refused(),
+        two_optimizers(),
+        routed_padding(),
+        averaged_padding(),
+        by_metrics(),
+        attempt(asked_to_end),
+        of_pairs(),
+    )
 
 
-def test_labels_on_some_ranks_two_optimizers_and_padding_that_is_routed_are_refused_on_all() -> None:
+def test_what_one_rank_has_is_told_to_all() -> None:
     found = run_ranks(all_refused, 2)
     assert (
         "the loss of OwnOfPairs is neither a sum nor a mean over the rows or the labels" in found[0][-1]
         and not found[1][-1]
     )
-    for told, given, routed, averaged, _ in found:
+    for told, given, routed, averaged, metrics, (whole, again), _ in found:
+        assert whole == again and len(whole) == 2
+        assert 'lr_scheduler_type = "reduce_lr_on_plateau" goes by what evaluations find' in metrics
         assert "or are routed to experts whose balance is part of the loss, and readers pad" in routed
         assert "is a mean over tokens of padding, too, and readers pad their rows to different lengths" in averaged
         assert "labels are in the batches of 1 of 2 ranks" in told

@@ -46,6 +46,7 @@ def _init(original: Callable[..., tuple]) -> Callable[..., tuple]:
             return original(trainer, num_training_steps, inference)
         if inference:
             return None, None
+        _refuse_metrics(trainer)
         given, scheduler = trainer.axonn_optimizers
         if given is None:
             return original(trainer, num_training_steps)
@@ -62,6 +63,20 @@ def _init(original: Callable[..., tuple]) -> Callable[..., tuple]:
         return optimizer, scheduler if made is None else made
 
     return deepspeed_init
+
+
+def _refuse_metrics(trainer: Any) -> None:
+    """Refuse a schedule that goes by metrics where DeepSpeed steps it, which gives it the batch size instead.
+
+    Raises:
+        ConfigError: the configuration has an optimizer.
+    """
+    kind, raw = trainer.args.lr_scheduler_type, trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+    if kind in ("reduce_lr_on_plateau", "greedy") and "optimizer" in raw and "scheduler" not in raw:
+        raise ConfigError(
+            f'lr_scheduler_type = "{getattr(kind, "value", kind)}" goes by what evaluations find, and DeepSpeed steps the schedule of an optimizer that stands '
+            "in its configuration by itself, after each step; leave optimizer out there, and have the Trainer make it (optim, learning_rate)"
+        )
 
 
 def _use(trainer: Any, optimizer: Any, *rest: Any) -> Any:

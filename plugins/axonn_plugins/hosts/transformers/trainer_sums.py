@@ -29,7 +29,7 @@ def patch(module: ModuleType) -> None:
     """Add to ``transformers.trainer``."""
     trainer, model = module.Trainer, module.PreTrainedModel  # type: ignore[attr-defined]
     trainer._get_num_items_in_batch = _counting_items(trainer._get_num_items_in_batch)
-    trainer._inner_training_loop = _stepping(trainer._inner_training_loop)
+    trainer.train = _stepping(trainer.train)
     trainer.compute_loss = _loss_of_trainer(trainer.compute_loss)
     trainer.evaluation_loop = _evaluating(trainer.evaluation_loop)
     trainer._finalize_training = _finalize(trainer._finalize_training)
@@ -79,14 +79,14 @@ def _without_targets(self: Any, part: Part) -> Part:
 
 def _stepping(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def loop(self: Any, *rest: Any, **keywords: Any) -> Any:
+    def train(self: Any, *rest: Any, **keywords: Any) -> Any:
         """The Trainer's, whose steps a class derived from it may have replaced."""
         if not has_block(self.accelerator):
             return original(self, *rest, **keywords)
         with _replaced(self, training_step=_training_step):
             return original(self, *rest, **keywords)
 
-    return loop
+    return train
 
 
 def _training_step(self: Any, original: Callable[..., Any], model: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:

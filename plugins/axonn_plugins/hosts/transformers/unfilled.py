@@ -5,9 +5,11 @@ Samples are left out before a collator sees them, since what it makes of several
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler
@@ -48,14 +50,16 @@ class Unfilled(BatchSamplerShard):
 
 
 def _draw_alike(batches: Any) -> None:
-    """Let a sampler that draws by torch's generator, as grouping by length does, draw the same on all readers, whose dropout has drawn for other rows."""
+    """Let a sampler that draws by a generator of all, as grouping by length does, draw the same on all readers, which have drawn for other rows."""
     sampler = getattr(batches, "sampler", batches)
     if isinstance(sampler, SequentialSampler) or getattr(sampler, "generator", None) is not None:
         return
     device = AcceleratorState().device if has_state() else torch.device("cpu")
-    state = torch.get_rng_state().to(device)
-    dist.broadcast(state, 0)
-    torch.set_rng_state(state.cpu())
+    states = [torch.get_rng_state(), random.getstate(), numpy.random.get_state()]
+    dist.broadcast_object_list(states, 0, device=device)
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    numpy.random.set_state(states[2])
 
 
 class Together(Unfilled):
