@@ -33,7 +33,7 @@ from axonn_plugins.pccl.vendor import Accelerator, asked_for, nodes_of, require
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "reduce")
 """Collectives that have schedules, by their numbers in the engine."""
 _PREFIX, _CAME = "pccl", "came"
-"""What the keys of our groups begin with, and the one that counts who has come."""
+"""Prefix of our groups' keys, and the key that counts who has come."""
 _SERVER_SECONDS = 5.0
 """Seconds beyond a group's timeout after which a store does not answer."""
 

@@ -174,7 +174,7 @@ def _named(store: Any, keys: Mapping[str, int]) -> Iterator[None]:
 def _put_together(
     store: Any, records: Sequence[dict[str, Any]], beside: Callable[[Sequence[str]], str | None]
 ) -> dict[str, Any]:
-    """What all members read, of their records."""
+    """Make of the members' records what all of them read, and write it."""
 
     def told(found: dict[str, Any]) -> dict[str, Any]:
         store.set("roll", zlib.compress(json.dumps(found).encode(), 1))

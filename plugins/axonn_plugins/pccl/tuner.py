@@ -152,7 +152,7 @@ def _said(options: Options, nodes: Nodes, network: Network | None) -> str:
 
 
 def _probed(planner: Planner, backend: Any, store: Any, first: bool) -> str:
-    """What `known` says, once a link between two nodes is timed."""
+    """Time a link between two nodes; returns what `known` says with it."""
     rank, peer = backend.rank(), planner.nodes[1][0]
     network = None
     if store.add("here", 1) == backend.size():
