@@ -145,7 +145,7 @@ def install() -> None:
     _originals.wrap(mlp, "apply_swiglu_sharded_factory", _already_in_pieces)
     for copies in (language_module, multi_token_prediction):
         _originals.wrap(copies, "make_tp_sharded_tensor_for_checkpoint", _tied)
-    for tracker in (CudaRNGStatesTracker, te.TECudaRNGStatesTracker):
+    for tracker in (CudaRNGStatesTracker, getattr(te, "TECudaRNGStatesTracker", None)):
         if isinstance(tracker, type):  # that of --te-rng-tracker is no class where Transformer Engine is not installed
             _originals.wrap(tracker, "set_states", _of_this_grid)
     checkpoint_optimizer.install(_originals)
