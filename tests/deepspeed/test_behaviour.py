@@ -178,9 +178,21 @@ def penalty(stage: int) -> str:
     return "no error"
 
 
+def unscaled() -> str:
+    """A script's own backward of a loss that the engine has not scaled, whose gradients it would divide by the scale."""
+    run = case("gx2gz2", stage=1, dtype="fp16", scale=64.0)
+    engine = start(run)
+    loss = engine(*(engine.mesh.shard_batch(t) for t in run.batches()[0][0]))
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
 def odd_things(penalties: list[int], scheduled: list[int]) -> dict[str, Any]:
     found = {f"lazy-{ready}": attempt(lazy, ready) for ready in (False, True)}
-    found["dropout"] = attempt(dropout)
+    found["dropout"], found["unscaled"] = attempt(dropout), attempt(unscaled)
     found |= {f"scheduler-{stage}": attempt(schedulers, stage) for stage in scheduled}
     return found | {f"penalty-{stage}": attempt(penalty, stage) for stage in penalties}
 
@@ -277,6 +289,10 @@ def test_replicas_draw_the_same_masks(ranks: list[dict[str, Any]]) -> None:
     found = [rank["odd"]["dropout"] for rank in ranks]
     assert not any(isinstance(value, str) for value in found), found[0]
     assert found[0] == found[1] and found[2] == found[3] and found[0] != found[2]
+
+
+def test_an_unscaled_loss_is_refused(ranks: list[dict[str, Any]]) -> None:
+    assert all("engine.scale(loss)" in rank["odd"]["unscaled"] for rank in ranks), ranks[0]["odd"]["unscaled"]
 
 
 @pytest.mark.parametrize("penalty_at", [thorough(0), 2])

@@ -290,6 +290,10 @@ class EngineOptimizer(ZeROOptimizer):
         """True if the loss scale moves."""
         return self.loss_scaler is not None and self.loss_scaler.dynamic
 
+    def needs_scaler(self) -> bool:
+        """True if the engine is to refuse a backward pass of a loss that was not scaled; DeepSpeed asks about scales that move alone."""
+        return self.cur_scale != 1
+
     def backward(self, loss: Tensor, retain_graph: bool = False, **keywords: Any) -> None:
         """Backward of the scaled loss; older engines of DeepSpeed call this, newer ones scale the loss themselves."""
         (loss * self.cur_scale).backward(retain_graph=retain_graph)
