@@ -55,7 +55,7 @@ def _draw_alike(batches: Any) -> None:
     if isinstance(sampler, SequentialSampler) or getattr(sampler, "generator", None) is not None:
         return
     device = AcceleratorState().device if has_state() else torch.device("cpu")
-    states = [torch.get_rng_state(), random.getstate(), numpy.random.get_state()]
+    states: list[Any] = [torch.get_rng_state(), random.getstate(), numpy.random.get_state()]
     dist.broadcast_object_list(states, 0, device=device)
     torch.set_rng_state(states[0])
     random.setstate(states[1])
