@@ -10,12 +10,13 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import axonn_plugins
 from axonn_plugins.hosts.common.elementwise import check_by_parameter, looks_at_whole_matrices
 from axonn_plugins.hosts.common.experts import experts_of
-from axonn_tp import Grid, auto_plan
+from axonn_tp import Grid, Mesh, auto_plan, parallelize
 from axonn_tp.plan.placement import place
 from tests.deepspeed.scripts import one_sentence
 from tests.deepspeed.training import attempt
@@ -129,6 +130,23 @@ def trained(name: str, grid: dict[str, Any] | None, readers: int) -> dict[str, A
     return {"history": history(used), "counts": used.model.get_nb_trainable_parameters(), "logits": logits}
 
 
+def by_model() -> list[Any]:
+    """An adapter that the model itself adds, and rank 0 alone saves, as the Trainer has it do: logits here, and as one process reads it."""
+    model, ids, folder = llama(1), torch.arange(12).view(2, 6), same_on_all(tempfile.mkdtemp())
+    torch.manual_seed(1)
+    settings: dict[str, Any] = {"modules_to_save": ["lm_head"], "init_lora_weights": False}
+    model.add_adapter(peft.LoraConfig(r=3, target_modules=["q_proj"], **settings))  # type: ignore[operator]
+    parallelize(model, Mesh(Grid.for_world(dist.get_world_size(), gx=2)), "auto")
+    state = model.state_dict()
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
+    dist.barrier()
+    whole: Any = llama(1)
+    whole.load_adapter(folder)
+    with torch.no_grad():
+        return [each.eval()(ids).logits.tolist() for each in (model, whole)]
+
+
 class Packed(nn.Linear):
     """A layer as bitsandbytes has them."""
 
@@ -212,7 +230,9 @@ def every(ranks: int) -> dict[str, Any]:
     }
     found |= {name: attempt(partial(trained, name, *grid_of(name, ranks))) for name in OTHERS}
     told = {"refused": lambda: nn.Sequential(nn.Linear(8, 8), Packed()), "weights": of_weights}
-    return found if ranks == 1 else found | {name: refused(build) for name, build in told.items()}
+    if ranks == 1:
+        return found
+    return found | {name: refused(build) for name, build in told.items()} | {"by model": attempt(by_model)}
 
 
 @pytest.mark.parametrize("ranks", [2, thorough(4)])
@@ -222,6 +242,7 @@ def test_adapters_are_those_of_one_process(ranks: int) -> None:
     for found in run_ranks(every, ranks, ranks):
         assert "keeps its weight quantized" in found["refused"] and one_sentence(found["refused"])
         assert "names weight of the linear layer" in found["weights"] and one_sentence(found["weights"])
+        torch.testing.assert_close(*map(torch.tensor, found["by model"]), rtol=0, atol=1e-5)
         for name in OTHERS:
             tried, expected = found[name], wanted[name]
             assert not isinstance(tried, str) and not isinstance(expected, str), (tried, expected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from types import ModuleType
 from typing import Any
@@ -16,11 +16,13 @@ from axonn_plugins.config import ConfigError
 
 def patch(module: ModuleType) -> None:
     """Add to ``peft.peft_model``; harmless when called again."""
-    model = module.PeftModel
-    original = model.save_pretrained
+    from peft.utils import other
+
+    original = other.ModulesToSaveWrapper.adapter_state_dict
     if getattr(original, "axonn", False):
         return
-    model.save_pretrained = _saving(original)
+    other.ModulesToSaveWrapper.adapter_state_dict = _by_names(original)
+    model = module.PeftModel
     model.get_nb_trainable_parameters = _counting(model.get_nb_trainable_parameters)
     model._setup_prompt_encoder = _whole_prompts(model._setup_prompt_encoder)
     from peft.tuners import tuners_utils as theirs
@@ -34,17 +36,17 @@ def patch(module: ModuleType) -> None:
     tuners_utils.BaseTunerLayer.axonn_call_all = _call_all
 
 
-def _saving(original: Callable[..., None]) -> Callable[..., None]:
+def _by_names(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def save_pretrained(self: Any, *given: Any, **keywords: Any) -> None:
-        """PEFT's; where it is given whole tensors, as rank 0 alone is, it asks layers for names only."""
+    def adapter_state_dict(self: Any, *given: Any, **keywords: Any) -> Any:
+        """PEFT's, which takes of a layer's state the names alone: rank 0 calls it with whole tensors, while no other does."""
         from axonn_tp.layers.exports import as_shards
 
-        with nullcontext() if keywords.get("state_dict") is None else as_shards():
-            original(self, *given, **keywords)
+        with as_shards():
+            return original(self, *given, **keywords)
 
-    save_pretrained.axonn = True  # type: ignore[attr-defined]
-    return save_pretrained
+    adapter_state_dict.axonn = True  # type: ignore[attr-defined]
+    return adapter_state_dict
 
 
 def _counting(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
