@@ -21,7 +21,7 @@ def patch(module: ModuleType) -> None:
     original = other.ModulesToSaveWrapper.adapter_state_dict
     if getattr(original, "axonn", False):
         return
-    other.ModulesToSaveWrapper.adapter_state_dict = _by_names(original)
+    other.ModulesToSaveWrapper.adapter_state_dict = _by_names(original)  # type: ignore[method-assign]
     model = module.PeftModel
     model.get_nb_trainable_parameters = _counting(model.get_nb_trainable_parameters)
     model._setup_prompt_encoder = _whole_prompts(model._setup_prompt_encoder)
