@@ -18,10 +18,10 @@ def patch(module: ModuleType) -> None:
     """Add to ``peft.peft_model``; harmless when called again."""
     from peft.utils import other
 
-    original = other.ModulesToSaveWrapper.adapter_state_dict
-    if getattr(original, "axonn", False):
+    wrapper: Any = other.ModulesToSaveWrapper
+    if getattr(wrapper.adapter_state_dict, "axonn", False):
         return
-    other.ModulesToSaveWrapper.adapter_state_dict = _by_names(original)  # type: ignore[method-assign]
+    wrapper.adapter_state_dict = _by_names(wrapper.adapter_state_dict)
     model = module.PeftModel
     model.get_nb_trainable_parameters = _counting(model.get_nb_trainable_parameters)
     model._setup_prompt_encoder = _whole_prompts(model._setup_prompt_encoder)
