@@ -33,7 +33,6 @@ from axonn_plugins.pccl.tuning_file import key_of, read, tuning_file, write
 if TYPE_CHECKING:
     from axonn_plugins.pccl.backend import Planner
 
-
 _PATIENCE = 60.0  # seconds for one call
 _WORDS = 512  # bytes of an error that all are told
 _network: Network | None = None  # between the nodes of the group of all ranks
