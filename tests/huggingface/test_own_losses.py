@@ -148,6 +148,15 @@ class OwnStep(transformers.Trainer):
         return loss.detach()
 
 
+class OwnTrain(Own):
+    """A `train` that does not call the Trainer's, whose step it uses."""
+
+    def own(self, outputs: Any, labels: Tensor, items: Any) -> Tensor:
+        return mean(outputs, labels)
+
+    train = transformers.Trainer.train.__wrapped__
+
+
 class Penalized(transformers.Trainer):
     """The Trainer's loss and a number that no row adds to."""
 
@@ -323,6 +332,7 @@ CASES: dict[str, tuple[Case, Any, Any]] = {
     "own of rows": (Case(gpt2, then_padded, SGD), OwnOfRows, None),
     "rows of lengths": (Case(gpt2, arguments=SGD | BY_COST, batch=8), OwnOfRows, None),
     "own step": (Case(classifier, classes, SGD | {"num_train_epochs": 2}), OwnStep, None),
+    "own train": (Case(gpt2, arguments=SGD), OwnTrain, None),
     "penalized": (Case(gpt2, arguments=ROUNDS, batch=8), Penalized, None),
     "plain": (Case(Plain, arguments=EPOCH, config=NO_AUTO), None, None),
     "summing": (Case(Summing, arguments=EPOCH, config=NO_AUTO), None, None),

@@ -30,6 +30,7 @@ def patch(module: ModuleType) -> None:
     trainer, model = module.Trainer, module.PreTrainedModel  # type: ignore[attr-defined]
     trainer._get_num_items_in_batch = _counting_items(trainer._get_num_items_in_batch)
     trainer.train = _stepping(trainer.train)
+    trainer.training_step = _step_of_trainer(trainer.training_step)
     trainer.compute_loss = _loss_of_trainer(trainer.compute_loss)
     trainer.evaluation_loop = _evaluating(trainer.evaluation_loop)
     trainer._finalize_training = _finalize(trainer._finalize_training)
@@ -89,6 +90,18 @@ def _stepping(original: Callable[..., Any]) -> Callable[..., Any]:
     return train
 
 
+def _step_of_trainer(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def training_step(self: Any, *given: Any, **keywords: Any) -> Any:
+        """The Trainer's, which a `train` of a script's own calls as well."""
+        step = partial(original, self)
+        if vars(self).get("_axonn_in_step") or not has_block(self.accelerator):
+            return step(*given, **keywords)
+        return _training_step(self, step, *given, **keywords)
+
+    return training_step
+
+
 def _training_step(self: Any, original: Callable[..., Any], model: Any, inputs: Any, *rest: Any, **kw: Any) -> Any:
     """The trainer's own, whose loss a script may compute itself; where `compute_loss` does not, it is taken for a mean over rows."""
 
@@ -100,10 +113,13 @@ def _training_step(self: Any, original: Callable[..., Any], model: Any, inputs: 
     def backward(_: Any, original: Callable[..., Any], loss: torch.Tensor, **named: Any) -> None:
         original(counted(loss), **named)
 
-    self._axonn_weighed = False
-    with counting(inputs), noisy(inputs), _replaced(self, compute_loss=in_one_process):
-        with _replaced(self.accelerator, backward=backward):
-            return counted(original(model, _without_targets(self, inputs), *rest, **kw))
+    self._axonn_weighed, self._axonn_in_step = False, True
+    try:
+        with counting(inputs), noisy(inputs), _replaced(self, compute_loss=in_one_process):
+            with _replaced(self.accelerator, backward=backward):
+                return counted(original(model, _without_targets(self, inputs), *rest, **kw))
+    finally:
+        self._axonn_in_step = False
 
 
 def _evaluating(original: Callable[..., Any]) -> Callable[..., Any]:
