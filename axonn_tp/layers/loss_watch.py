@@ -2,7 +2,7 @@
 
 A shard over z is this rank's alone, and its gradient is taken for a sum over the ranks of z and divided by their number: that of a penalty would be
 too small by it. Nothing but a layer's gather gives a shard a gradient otherwise, so the graph of a loss tells, where a host sees one; elsewhere
-`axonn_tp.comm.shard_gradients` sees what comes of it.
+`axonn_tp.comm.shard_gradients` sees what comes of it. Of shards over x and y alone the gradient is right where the loss is a sum over elements.
 """
 
 from __future__ import annotations
@@ -14,12 +14,33 @@ from weakref import ref
 from torch import Tensor, nn
 
 from axonn_tp.comm.shard_gradients import read_in_shards
-from axonn_tp.layers.weight import SplitWeight
+from axonn_tp.layers.weight import Split, SplitWeight
 
 _READS = {"_DeferredBackward", "_GatheredBackward", "OwnReadBackward"}
 """Layers' own reads of shards, and of what code makes of shards to give it to a layer."""
 _OURS = {*_READS, "_GatherSummedBackward", "CompiledFunctionBackward"}
 _CASTS = {"ToCopyBackward0"}
+# Operations by the names of their nodes in the graph.
+_LINEAR = {"Add", "Sub", "Rsub", "Neg", "ToCopy", "Clone", "Alias", "Stack", "Cat", "Expand", "View", "UnsafeView"}
+_LINEAR |= {"ReshapeAlias", "T", "Transpose", "Permute", "Squeeze", "Unsqueeze"}
+_BY_ELEMENT = {
+    "Pow",
+    "Mul",
+    "Div",
+    "Reciprocal",
+    "Abs",
+    "Exp",
+    "Log",
+    "Log1P",
+    "Sqrt",
+    "Rsqrt",
+    "Tanh",
+    "Sigmoid",
+    "Relu",
+}
+_BY_ELEMENT |= {"Softplus", "Gelu", "Clamp", "ClampMin", "ClampMax", "Where", "Maximum", "Minimum", "Sin", "Cos"}
+_SUMMED_LOSSES = {"MseLoss", "SmoothL1Loss", "HuberLoss"}
+_NORM = "LinalgVectorNorm"
 
 
 class LossWatch:
@@ -46,6 +67,13 @@ class LossWatch:
         name = first_read_in_shards(losses, model)
         if name is not None:
             raise ValueError(read_in_shards(name))
+        name = first_not_summed(losses, model)
+        if name is not None:
+            raise ValueError(
+                f"the loss reads {name} outside of its layer, where a rank has nothing but its shard over x and y, by more than a sum over elements, so "
+                "that its gradient would be another than in one process; read layer.weight in the model's forward, which gives the whole, or have the "
+                "optimizer decay weights"
+            )
 
 
 def first_read_in_shards(losses: Iterable[Tensor], model: nn.Module) -> str | None:
@@ -76,3 +104,70 @@ def first_read_in_shards(losses: Iterable[Tensor], model: nn.Module) -> str | No
                 waiting.append(after)
     order = list(shards.values())
     return min(found, key=order.index, default=None)
+
+
+def first_not_summed(losses: Iterable[Tensor], model: nn.Module) -> str | None:
+    """The first parameter of whose shards over x and y the losses are another function than a sum over elements, and no layer's.
+
+    Such a sum (of squares, of magnitudes) has the whole one's gradient; a norm, a mean or a product of matrices has not.
+    """
+    shards: dict[Any, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, SplitWeight) and module.gathers.options.compile:
+            return None  # what was compiled is one node
+        if isinstance(module, Split):
+            for own, parameter in module.named_parameters(recurse=False):
+                layout = module.layouts.get(own)
+                if layout and any(module.mesh.over(layout.grid).size(axis) > 1 for _, axis in layout.split):
+                    shards[parameter] = f"{name}.{own}" if name else own
+    found = set()
+    waiting: list[tuple[Any, str]] = [(loss.grad_fn, "sum") for loss in losses if shards and loss.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node, use = waiting.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            if use not in ("sum", "element") and variable in shards:
+                found.add(shards[variable])
+        elif not _of_the_suite(node):
+            after = _use_below(node, use)
+            new = {(each, after) for each, _ in node.next_functions if each is not None} - seen
+            seen |= new
+            waiting += new
+    return min(found, key=[*shards.values()].index, default=None)
+
+
+def _of_the_suite(node: Any) -> bool:
+    made_by = getattr(getattr(type(node), "_forward_cls", None), "__module__", "")
+    return made_by.partition(".")[0] in ("axonn_tp", "axonn_plugins", "ted_moe")
+
+
+def _use_below(node: Any, use: str) -> str:
+    """How the loss depends on the inputs of a node, by how it depends on its output.
+
+    "sum" is linearly, "mean" linearly by factors that may depend on the number of elements, "element" by a sum of a function of each element, and
+    "power 2" by a sum of squares of the output; all else is "other".
+    """
+    name = node.name().partition("Backward")[0]
+    inputs = [each for each, _ in node.next_functions]
+    scaled = name in ("Mul", "Div") and inputs[0] is not None and inputs.count(None) == len(inputs) - 1
+    if use in ("sum", "element", "mean") and (name in _LINEAR or scaled):
+        return use
+    if use in ("sum", "mean") and name in ("Sum", "Mean"):
+        return "sum" if (use, name) == ("sum", "Sum") or node.name() == "SumBackward0" else "mean"
+    if use in ("sum", "mean") and (name == "Dot" or (name in _SUMMED_LOSSES and node._saved_reduction == 2)):
+        return "element"
+    if name == _NORM:
+        return (
+            "element"
+            if use == f"power {node._saved_ord}" or (node._saved_ord == 1 and _adds_up(node, use))
+            else "other"
+        )
+    if name == "Pow" and inputs[0].name().startswith(_NORM) and _adds_up(inputs[0], use):
+        return f"power {node._saved_exponent}"
+    return "element" if use in ("sum", "element") and name in _BY_ELEMENT else "other"
+
+
+def _adds_up(norm: Any, use: str) -> bool:
+    """True if a loss that depends so on a power of the norm depends so on the sum over all that the norm is taken of."""
+    return use == "sum" or (use == "mean" and norm._saved_dim is None)

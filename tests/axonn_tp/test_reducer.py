@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -181,6 +182,7 @@ def special_steps() -> None:
     trained_later(mesh, rows)
     layers_that_one_rank_calls(mesh, rows)
     shards_that_losses_read(mesh, rows)
+    penalties_over_x_and_y()
 
 
 def trained_later(mesh: Mesh, rows: torch.Tensor) -> None:
@@ -261,6 +263,57 @@ def shards_that_losses_read(mesh: Mesh, rows: torch.Tensor) -> None:
                 continue
             with pytest.raises(ValueError, match="reads down.weight outside of its layer"):
                 loss.backward()
+
+
+PENALTIES: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
+    "squares": lambda weights: 0.5 * sum((weight.float() ** 2).sum() for weight in weights),
+    "squared norms": lambda weights: torch.stack([weight.norm() ** 2 for weight in weights]).mean(),
+    "squared rows": lambda weights: (torch.linalg.vector_norm(weights[0], dim=1) ** 2).sum(),
+    "magnitudes": lambda weights: torch.cat([weight.view(-1) for weight in weights]).abs().sum() / 3,
+    "sums of magnitudes": lambda weights: -weights[0].norm(p=1),
+    "products": lambda weights: torch.dot(weights[0].view(-1), weights[0].view(-1)),
+    "distances": lambda weights: F.mse_loss(weights[0], torch.ones_like(weights[0]), reduction="sum"),
+    "norms": lambda weights: sum(weight.norm() for weight in weights),
+    "norm of all": lambda weights: torch.stack([weight.norm() for weight in weights]).norm(),
+    "means": lambda weights: weights[0].square().mean(),
+    "means of rows": lambda weights: weights[0].square().sum(1).mean(),
+    "rows": lambda weights: weights[0].square().sum(1).sqrt().sum() + weights[0].square().sum(0).sqrt().sum(),
+    "centred": lambda weights: (weights[0] - weights[0].mean()).square().sum(),
+    "orthogonal": lambda weights: (weights[1].t() @ weights[1] - torch.eye(weights[1].shape[1])).square().sum(),
+    "square of a sum": lambda weights: weights[0].abs().sum() ** 2,
+    "one of each": lambda weights: weights[0][0].square().sum(),
+}
+
+
+def penalties_over_x_and_y() -> None:
+    """Refused are those whose gradient on shards is on one of the grids not the serial model's."""
+    refused, wrong = set[str](), set[str]()
+    for grid in (Grid(2, 1, 1, 1), Grid(1, 2, 1, 1)):
+        mesh = Mesh(grid)
+        plan = {"up": LayerPlan("normal"), "gate": LayerPlan("normal"), "down": LayerPlan("transposed")}
+        serial, model = model_of(Gated), axonn_tp.parallelize(model_of(Gated), mesh, plan)
+        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+        for name, penalty in PENALTIES.items():
+            for each in (serial, model):
+                each.zero_grad()
+                penalty([*each.parameters()]).backward()
+            right = all(
+                mine.grad is None
+                or torch.allclose(mine.grad, mine.axonn_layout.block(other.grad, grid, mesh.coordinates))
+                for mine, other in zip(model.parameters(), serial.parameters(), strict=True)
+            )
+            every = [None, None]
+            torch.distributed.all_gather_object(every, right)
+            watch = LossWatch(model)
+            loss = model(rows).square().mean() + penalty([*model.parameters()])
+            wrong |= set() if all(every) else {name}
+            try:
+                watch.look(loss)
+                assert all(every), name
+            except ValueError as error:
+                assert "weight outside of its layer" in str(error)
+                refused.add(name)
+    assert refused == wrong and len(wrong) == 9
 
 
 class Tied(Gated):

@@ -165,12 +165,12 @@ def schedulers(stage: int) -> Any:
     return rates, config_of(run)["optimizer"]["params"]["lr"]
 
 
-def penalty(stage: int) -> str:
-    """Weights' norms, added to the loss outside of the model."""
-    run = case("gx2gz2", stage=stage)
+def penalty(stage: int, name: str = "gx2gz2", power: int = 2) -> str:
+    """Weights' norms, or their squares, added to the loss outside of the model."""
+    run = case(name, stage=stage)
     engine = start(run)
     loss = engine(*(engine.mesh.shard_batch(t) for t in run.batches()[0][0]))
-    penalty = sum(parameter.square().sum() for parameter in engine.module.parameters())
+    penalty = sum(parameter.norm() ** power for parameter in engine.module.parameters())
     try:
         engine.backward(loss + 1e-4 * penalty)
     except ValueError as error:
@@ -193,6 +193,7 @@ def unscaled() -> str:
 def odd_things(penalties: list[int], scheduled: list[int]) -> dict[str, Any]:
     found = {f"lazy-{ready}": attempt(lazy, ready) for ready in (False, True)}
     found["dropout"], found["unscaled"] = attempt(dropout), attempt(unscaled)
+    found["norms and squares"] = [attempt(penalty, 1, "gx2gdata2", power) for power in (1, 2)]
     found |= {f"scheduler-{stage}": attempt(schedulers, stage) for stage in scheduled}
     return found | {f"penalty-{stage}": attempt(penalty, stage) for stage in penalties}
 
@@ -299,7 +300,10 @@ def test_an_unscaled_loss_is_refused(ranks: list[dict[str, Any]]) -> None:
 def test_a_penalty_on_shards_is_refused(penalty_at: int, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         refusal = rank["odd"][f"penalty-{penalty_at}"]
-        assert refusal.startswith("the loss reads fc") and one_sentence(refusal), refusal
+        assert refusal.startswith("axonn.tensor_parallel: the loss reads fc") and one_sentence(refusal), refusal
+        norms, squares = rank["odd"]["norms and squares"]
+        assert "its shard over x and y, by more than a sum over elements" in norms and one_sentence(norms), norms
+        assert squares == "no error"
 
 
 @pytest.mark.parametrize("scheduled_at", [0, thorough(2)])

@@ -64,6 +64,7 @@ from axonn_tp import (
 from axonn_tp.comm.gradients import keep_sums
 from axonn_tp.compiled.refusals import check_compiled
 from axonn_tp.layers.activation import Activation
+from axonn_tp.layers.loss_watch import LossWatch
 
 # DeepSpeed's partition_activations leaves these alone: the ranks of its model-parallel group hold other shares, not the same activation.
 Activation.no_checkpointing = property(lambda _: checkpointing.PARTITION_ACTIVATIONS)  # type: ignore[attr-defined]
@@ -203,6 +204,20 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
             # On ranks that called fewer layers, sums that begin as gradients come would begin elsewhere among those over z.
             self.optimizer.reduces_early = False
         self._tracer = trace(self, self._axonn)
+        self._losses, self._backward = LossWatch(self.module), self.backward
+        self.backward = self._looked_at  # as its `coalesce_grad_reduction` is
+
+    def _looked_at(self, loss: Tensor, *rest: Any, **keywords: Any) -> Any:
+        """DeepSpeed's `backward`.
+
+        Raises:
+            ConfigError: the loss is of shards.
+        """
+        try:
+            self._losses.look(*[loss] if isinstance(loss, Tensor) else [])
+        except ValueError as error:
+            raise ConfigError(f"axonn.tensor_parallel: {error}") from None
+        return self._backward(loss, *rest, **keywords)
 
     def _settings(self, block: Axonn) -> TensorParallel:
         self._splits = block.tensor_parallel is not None
