@@ -23,22 +23,20 @@ _CASTS = {"ToCopyBackward0"}
 # Operations by the names of their nodes in the graph.
 _LINEAR = {"Add", "Sub", "Rsub", "Neg", "ToCopy", "Clone", "Alias", "Stack", "Cat", "Expand", "View", "UnsafeView"}
 _LINEAR |= {"ReshapeAlias", "T", "Transpose", "Permute", "Squeeze", "Unsqueeze"}
-_BY_ELEMENT = {
-    "Pow",
-    "Mul",
-    "Div",
-    "Reciprocal",
-    "Abs",
-    "Exp",
-    "Log",
-    "Log1P",
-    "Sqrt",
-    "Rsqrt",
-    "Tanh",
-    "Sigmoid",
+_BY_ELEMENT = {"Pow", "Mul", "Div", "Reciprocal", "Abs", "Exp", "Log", "Log1P", "Sqrt", "Rsqrt", "Tanh", "Sigmoid"}
+_BY_ELEMENT |= {
     "Relu",
+    "Softplus",
+    "Gelu",
+    "Clamp",
+    "ClampMin",
+    "ClampMax",
+    "Where",
+    "Maximum",
+    "Minimum",
+    "Sin",
+    "Cos",
 }
-_BY_ELEMENT |= {"Softplus", "Gelu", "Clamp", "ClampMin", "ClampMax", "Where", "Maximum", "Minimum", "Sin", "Cos"}
 _SUMMED_LOSSES = {"MseLoss", "SmoothL1Loss", "HuberLoss"}
 _NORM = "LinalgVectorNorm"
 

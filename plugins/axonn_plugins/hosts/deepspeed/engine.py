@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -204,8 +204,8 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
             # On ranks that called fewer layers, sums that begin as gradients come would begin elsewhere among those over z.
             self.optimizer.reduces_early = False
         self._tracer = trace(self, self._axonn)
-        self._losses, self._backward = LossWatch(self.module), self.backward
-        self.backward = self._looked_at  # as its `coalesce_grad_reduction` is
+        self._losses = LossWatch(self.module)
+        self.backward: Callable[..., Any] = self._looked_at
 
     def _looked_at(self, loss: Tensor, *rest: Any, **keywords: Any) -> Any:
         """DeepSpeed's `backward`.
@@ -217,7 +217,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
             self._losses.look(*[loss] if isinstance(loss, Tensor) else [])
         except ValueError as error:
             raise ConfigError(f"axonn.tensor_parallel: {error}") from None
-        return self._backward(loss, *rest, **keywords)
+        return super().backward(loss, *rest, **keywords)
 
     def _settings(self, block: Axonn) -> TensorParallel:
         self._splits = block.tensor_parallel is not None
