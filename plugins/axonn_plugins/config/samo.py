@@ -92,7 +92,9 @@ class Heads(Block):
     heads: Size = Field(
         description="Heads of an attention, one after the other in the features of the layers that are named."
     )
-    rows: list[str] = Field(description="Patterns of weights whose outputs are the heads', such as *.q_proj.weight.")
+    rows: list[str] = Field(
+        description="Patterns of weights whose outputs are the heads', such as *.q_proj.weight; not those of keys and values that several heads share."
+    )
     columns: list[str] = Field(description="Patterns of weights whose inputs are the heads', such as *.o_proj.weight.")
 
 
