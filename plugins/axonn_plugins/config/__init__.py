@@ -35,7 +35,7 @@ class Axonn(Block):
         None, description='The lowest version of axonn-plugins that this block needs, such as "0.1".'
     )
     tensor_parallel: TensorParallel | None = Field(None, description="3D parallel matrix multiplication.")
-    pccl: Pccl | None = Field(None, description="Collectives with few steps for DeepSpeed, on CPUs and on CUDA.")
+    pccl: Pccl | None = Field(None, description="PCCL: collectives with few steps, on CPUs and on CUDA.")
     samo: Samo | None = Field(None, description="Training of a pruned network with compressed state.")
     ted: Ted | None = Field(
         None, description="Mixtures of experts by tensor, expert and data parallelism, and the tiled optimizer."

@@ -20,7 +20,9 @@ class Goldfish(Block):
     """The goldfish loss, against memorization (Hans et al., arXiv 2406.10209): one of k targets is left out of the loss."""
 
     k: int = Field(ge=2, description="One of so many targets is left out.")
-    h: int = Field(13, ge=1, description="Targets, the one in question the last of them, whose hash decides.")
+    h: int = Field(
+        13, ge=1, description="A target is left out by the hash of so many targets, itself the last of them."
+    )
     strategy: Literal["hash", "ordered_hash", "static", "seeded"] = Field(
         "hash",
         description="hash: as published, by the product of h targets, which does not see their order and is 0 with any id 0. ordered_hash: "
@@ -34,8 +36,8 @@ class Goldfish(Block):
     )
     shifts: bool | None = Field(
         None,
-        description="Whether the model moves labels on by one itself, so that the first of a row is no target. By default so for causal "
-        "models of transformers, and for no other.",
+        description="Whether the model shifts labels by one itself, so that the first of a row is no target. By default true for causal "
+        "models of transformers, false for all others.",
     )
     evaluation: bool = Field(False, description="Whether targets are left out in evaluation, too.")
 

@@ -31,7 +31,7 @@ class Pccl(Block):
     )
     interfaces: list[str] | None = Field(
         None,
-        description="Network interfaces by name, of which process i of a node uses number i modulo their count. By default those of "
+        description="Network interfaces by name; process i of a node uses number i modulo their count. By default those of "
         "GLOO_SOCKET_IFNAME, else the one that leads to MASTER_ADDR.",
     )
     tuning_file: str | None = Field(
@@ -39,16 +39,16 @@ class Pccl(Block):
     )
     tune: bool | None = Field(
         None,
-        description="Whether auto measures, in some 10 seconds, at the first start on a cluster of which nothing was measured, on CUDA at each; "
-        "by default AXONN_PCCL_TUNE says so, else true.",
+        description="Whether auto times the algorithms: on CPUs for some 10 seconds at the first start on a cluster of which it has no times, on "
+        "CUDA at each start. By default what AXONN_PCCL_TUNE says, else true.",
     )
     silence: Annotated[float, Field(ge=1, le=86400)] = Field(
         30.0, description="Seconds after which a node that does not answer is given up."
     )
     read_memory: bool = Field(
         False,
-        description="Whether ranks of a node may read each other's memory even where Yama (kernel.yama.ptrace_scope = 1) forbids it: it "
-        "is then opened to the nearest process that started them all, and to what that started.",
+        description="Whether ranks of a node may read each other's memory even where Yama (kernel.yama.ptrace_scope = 1) forbids it: each "
+        "then opens its memory to the nearest process that started them all, and to whatever that process started.",
     )
 
     @field_validator("interfaces", mode="before")

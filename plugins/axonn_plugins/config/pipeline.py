@@ -56,6 +56,6 @@ class Pipeline(Block):
     )
     deterministic: bool = Field(
         False,
-        description="Run torch's deterministic algorithms, so that two runs give the same bits on an accelerator, too. The order in which "
-        "gradients are summed is fixed in any case: that of microbatches.",
+        description="Run torch's deterministic algorithms, so that two runs give the same bits on an accelerator, too; operations that have none "
+        "warn. The order in which gradients are summed is fixed in any case: that of microbatches.",
     )

@@ -20,7 +20,7 @@ class EarlyBird(Block):
         0.1,
         gt=0,
         le=1,
-        description="The share of prunable weights in which each of these masks may differ from the newest, at most.",
+        description="The ticket is found when each of these masks differs from the newest in less than this share of the prunable weights.",
     )
 
     @field_validator("epsilon", mode="before")
@@ -76,13 +76,13 @@ class Regrow(Block):
     end_step: Size = Field(description="Optimizer steps after which no more regrows.")
     interval: Size = Field(
         100,
-        description="Steps, from start_step on, of which the next one's gradients choose what regrows; it moves no weight.",
+        description="Steps, from start_step on, from one regrowth to the next: the next step's gradients choose what regrows, and it moves no weight.",
     )
     fraction: float = Field(
         0.3,
         gt=0,
         le=1,
-        description="Share of a parameter's kept weights that gives way, at first; it falls as a cosine.",
+        description="Share of a parameter's kept weights that is replaced at the first regrowth; it falls as a cosine.",
     )
 
 
@@ -92,7 +92,9 @@ class Heads(Block):
     heads: Size = Field(
         description="Heads of an attention, one after the other in the features of the layers that are named."
     )
-    rows: list[str] = Field(description="Patterns of weights whose outputs are the heads', such as *.q_proj.weight.")
+    rows: list[str] = Field(
+        description="Patterns of weights whose outputs are the heads', such as *.q_proj.weight; not those of keys and values that several heads share."
+    )
     columns: list[str] = Field(description="Patterns of weights whose inputs are the heads', such as *.o_proj.weight.")
 
 
@@ -156,7 +158,7 @@ class Samo(Block):
         ge=0,
         le=1,
         description="The share of prunable weights, which are trained matrices and convolutions, that is pruned. "
-        "A mask file needs none; if one is given, the file must agree to 0.01.",
+        "With a mask file it may be left out, and else must agree with the file to 0.01. Not with n_of_m or nonzero.",
     )
     pruner: Annotated[
         Literal["magnitude", "early_bird", "random", "snip", "nonzero"] | Pruner,
@@ -174,7 +176,7 @@ class Samo(Block):
     scope: Literal["global", "layer"] = Field(
         "layer",
         description="layer: of each parameter its smallest weights are pruned. global: the smallest of all prunable weights together, which "
-        "can take layers of small weights away whole; then the run is refused.",
+        "can take layers of small weights away whole; then the run is refused. Not with a mask file, n_of_m, nonzero or structure.",
     )
     structure: Annotated[
         Literal["channel"] | Heads | None,
@@ -182,15 +184,15 @@ class Samo(Block):
     ] = Field(
         None,
         description="channel: whole outputs of each layer are pruned by their norms. {heads, rows, columns}: whole heads of each attention, and no "
-        "other weights. By default single weights.",
+        "other weights. By default single weights. With the pruner magnitude only.",
     )
     include: list[str] | None = Field(
         None,
         description="Patterns of parameter names, of which only these are pruned, tables of embeddings too. By default all matrices and "
-        "convolutions but tables of embeddings. Not for a mask file.",
+        "convolutions but tables of embeddings. Not with a mask file or whole heads.",
     )
     exclude: list[str] | None = Field(
-        None, description="Patterns of parameter names that are not pruned. Not for a mask file."
+        None, description="Patterns of parameter names that are not pruned. Not with a mask file or whole heads."
     )
     start_step: int = Field(
         0,
@@ -199,11 +201,13 @@ class Samo(Block):
     )
     schedule: Schedule | None = Field(
         None,
-        description="Sparsity grows to that of the key sparsity, a pruning at a time, from start_step to end_step. For magnitude and random.",
+        description="Sparsity grows to that of the key sparsity, a pruning at a time, from start_step to end_step. With the pruners magnitude "
+        "and random only.",
     )
     regrow: Regrow | None = Field(
         None,
-        description="The smallest of the kept weights give their places to pruned ones with the largest gradients, at constant sparsity.",
+        description="The smallest of the kept weights give their places to pruned ones with the largest gradients, at constant sparsity. "
+        "Not with schedule, structure or n_of_m.",
     )
     shard: bool = Field(
         False, description="Split the compressed state over the data-parallel ranks, as ZeRO-1 does with dense state."

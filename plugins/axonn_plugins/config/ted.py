@@ -18,8 +18,8 @@ class Ted(Block):
 
     expert: Size | Literal["auto"] = Field(
         "auto",
-        description="Ranks that have different experts. By default what DeepSpeed's layers say (ep_size); of other models' experts as many "
-        "ranks as read different data and divide the experts.",
+        description="Ranks that have different experts. By default what DeepSpeed's layers say (ep_size); for other models' experts the largest "
+        "number that divides the experts and the ranks that read different data.",
     )
     tensor: Size = Field(
         1,
@@ -27,20 +27,20 @@ class Ted(Block):
     )
     expert_tensor_parallel: bool | None = Field(
         None,
-        description="Whether experts, too, are split over the tensor ranks. false: these hold different experts, whole ones, so that ep_size "
-        "counts them, too. By default true; in a script with an mpu what its layers' enable_expert_tensor_parallelism says, which has split "
-        "them itself then.",
+        description="Whether experts, too, are split over the tensor ranks. false: tensor ranks hold different, whole experts, so that ep_size "
+        "counts them, too. By default true; in a script with an mpu what its layers' enable_expert_tensor_parallelism says: true there means "
+        "that the script has split them itself.",
     )
     duplicate_token_dropping: bool = Field(
         True, description="Each tensor rank sends its share of the tokens through the all-to-alls, not all of them."
     )
     fused: bool = Field(
         True,
-        description="Where a drop of duplicates follows an all-reduce, the two are one reduce-scatter, which moves half the bytes.",
+        description="Where a drop of duplicate tokens follows an all-reduce, the two become one reduce-scatter, which moves half the bytes.",
     )
     dropless: bool = Field(
         False,
-        description="No token is passed by and no slot padded, whatever the layers' capacities: uneven all-to-alls.",
+        description="No token is dropped and no slot padded, whatever the layers' capacities: uneven all-to-alls.",
     )
     communication_aware_checkpointing: bool = Field(
         True,
@@ -48,10 +48,12 @@ class Ted(Block):
         "communicated.",
     )
     stash: Literal["device", "cpu"] = Field(
-        "device", description="Where that is kept until then: on the device, or in the host's (pinned) memory."
+        "device",
+        description="Where what the first forward communicated is kept until the recomputation: on the device, or in the host's (pinned) memory.",
     )
     tile_size: Size | None = Field(
         1_800_000,
         description="Under ZeRO-1 and 2, elements whose float32 gradients exist at a time in the optimizer's step, which needs 4 bytes of "
-        "temporary memory for each. null: all at once, as DeepSpeed does.",
+        "temporary memory for each. null: all at once, as DeepSpeed does. Where the optimizer is the suite's, as with tensor, its tiles have "
+        "this size if the key is given, else 262,144 elements.",
     )

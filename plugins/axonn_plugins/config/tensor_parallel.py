@@ -171,12 +171,13 @@ class TensorParallel(Block):
     compile: bool = Field(
         False,
         description="torch.compile, which otherwise leaves split layers as they are, traces them and their collectives. Only with "
-        '"layout": "replicated"; what overlaps is then the compiler\'s choice.',
+        '"layout": "replicated"; what overlaps is then the compiler\'s choice. Not with gz.sequence, reshard_after_forward, regather_inputs, '
+        "cache_gathers, sync_batch_norm, tune_matmuls, ted or pipeline.",
     )
     trace_steps: list[int] | None = Field(
         None,
         description="Two steps, first and last, counted from 1: rank 0 records them by torch.profiler, collectives under their axes' names, "
-        "and writes trace-rank0.json for chrome://tracing and ui.perfetto.dev.",
+        "and writes trace-rank0.json for chrome://tracing and ui.perfetto.dev. Not with pipeline.",
     )
     trace_folder: str = Field(".", description="The folder for trace-rank0.json.")
     broadcast_inputs: bool = Field(

@@ -54,7 +54,7 @@ class Options:
         json: a file for the answer; - is standard output, which then has nothing else.
         plot: a file for a picture of configurations, memory and shares of time, as Figures 1 to 4 of the paper.
         check: a ds_config.json, of which is said what it takes and what would be better.
-        validate: published measurements beside what the model says of the same; needs no other option, and takes none.
+        validate: published measurements beside what the model says of the same; needs no other option, and takes --mode, --plot and --fit FILE alone.
     """
 
     model: Annotated[
