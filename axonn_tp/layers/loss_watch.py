@@ -141,7 +141,7 @@ def _of_the_suite(node: Any) -> bool:
 
 
 def _use_below(node: Any, use: str) -> str:
-    """How the loss depends on the inputs of a node, by how it depends on its output.
+    """Dependence of the loss on the inputs of a node, by that on its output.
 
     "sum" is linearly, "mean" linearly by factors that may depend on the number of elements, "element" by a sum of a function of each element, and
     "power 2" by a sum of squares of the output; all else is "other".
