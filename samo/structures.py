@@ -112,6 +112,7 @@ def of_heads(
     problem = None
     sums: dict[str, Tensor] = {}
     found: dict[str, tuple[Shard, int, int]] = {}
+    inner = {}
     for name, shard, whole in wholes(parameters, shards):
         if shard is None:
             continue
@@ -121,7 +122,8 @@ def of_heads(
                 problem or f"{name!r} of {tuple(whole.shape)} is no matrix, and has no heads; correct rows and columns"
             )
             continue
-        dim = dim if any(fnmatchcase(name, pattern) for pattern in columns) else 1 - dim
+        takes = any(fnmatchcase(name, pattern) for pattern in columns)
+        dim = dim if takes else 1 - dim
         size, rest = divmod(whole.shape[dim], count)
         if rest:
             problem = (
@@ -130,9 +132,18 @@ def of_heads(
             )
             continue
         found[name] = shard, dim, size
+        if takes:
+            inner[_attention(name)] = name
         squares = whole.double().square().sum(1 - dim).view(count, size).sum(1)
         attention = _attention(name)
         sums[attention] = squares + sums.get(attention, 0)
+    for name, (_, _, size) in found.items():
+        whole_head = found[inner.get(_attention(name), name)][2]
+        if size < whole_head:
+            problem = problem or (
+                f"{name!r} has {size} features for each of {count} heads, and {inner[_attention(name)]!r} has {whole_head}, so that several heads share "
+                "its own; leave it out of rows"
+            )
     if problem is not None:
         raise ValueError(problem)
     masks = {}

@@ -106,7 +106,7 @@ def test_what_is_lacking_is_said_before_anything_is_made(
 ) -> None:
     for found in (("os.geteuid", lambda: 0), ("os.access", lambda *_: True), patched):
         monkeypatch.setattr(*found)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("AXONN_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match=words), Cluster(nodes=2):
         pass
     assert not list(tmp_path.iterdir())

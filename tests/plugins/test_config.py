@@ -11,7 +11,7 @@ import pytest
 
 from axonn_plugins.config import Axonn, ConfigError, compose, parse, schema, shipped_schema
 from axonn_plugins.config.tensor_parallel import LayerKind
-from axonn_plugins.hosts.common.tensor_parallel import layer_plans
+from axonn_plugins.hosts.common.tensor_parallel import layer_plans, refuse_keys_of_deepspeed
 from axonn_recipes.quickstart.settings import Settings
 from axonn_tp import KINDS
 
@@ -78,3 +78,17 @@ def test_what_no_compiler_traces_does_not_go_with_compile(system: str) -> None:
         match=rf"axonn.tensor_parallel.compile = true does not go with axonn.{system}: .*; leave compile out",
     ):
         compose.check(block)
+
+
+@pytest.mark.parametrize("key", [{"check_every": 10}, {"trace_steps": [1, 2]}, {"verify_plan": False}])
+def test_what_deepspeed_alone_obeys_is_refused_by_other_hosts(key: dict) -> None:
+    for given in ({"gx": 2}, {"gx": 2} | key):
+        block = parse({"tensor_parallel": given}).tensor_parallel
+        assert block is not None
+        if len(given) == 1:
+            refuse_keys_of_deepspeed(block, "axonn: ")
+            continue
+        with pytest.raises(
+            ConfigError, match=rf"axonn: {[*key][0]} = .* is obeyed by DeepSpeed's engines alone; leave it out"
+        ):
+            refuse_keys_of_deepspeed(block, "axonn: ")

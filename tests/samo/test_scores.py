@@ -124,3 +124,16 @@ def test_what_is_pruned_whole_keeps_some_and_wants_numbers(pruner):
     model[0].weight.data[1, 2] = torch.nan
     with pytest.raises(ValueError, match="'0.weight' holds NaN"):
         prune(0.5)
+
+
+def test_heads_that_share_keys_and_values_have_none_of_their_own():
+    attention = nn.ModuleDict({"q": nn.Linear(6, 8), "k": nn.Linear(6, 4), "o": nn.Linear(8, 6)})
+    model = nn.ModuleDict({"attention": attention})
+    assert samo.heads(model, 0.5, 4, ["*.q.weight"], ["*.o.weight"]).keys() == {
+        "attention.q.weight",
+        "attention.o.weight",
+    }
+    with pytest.raises(
+        ValueError, match="'attention.k.weight' has 1 features for each of 4 heads, and 'attention.o.weight' has 2"
+    ):
+        samo.heads(model, 0.5, 4, ["*.q.weight", "*.k.weight"], ["*.o.weight"])

@@ -32,7 +32,7 @@ _IMPORTED_LATE = {
         "deepspeed.module_inject.auto_ep_layer",
         "deepspeed.runtime.zero.muon.muon_optimizer",
         "axonn_plugins.hosts.deepspeed.config_hook",
-        "axonn_plugins.hosts.deepspeed.pipeline.composed",
+        "axonn_plugins.hosts.deepspeed.pipeline.engine",
         "axonn_plugins.hosts.deepspeed.ted.engine",
     ),
 }

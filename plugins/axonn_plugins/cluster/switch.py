@@ -17,6 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
+from axonn_plugins.caches import cache_folder
 from axonn_plugins.cluster.units import MAX_NODES
 from axonn_plugins.config import ConfigError
 
@@ -175,10 +176,8 @@ def _source() -> bytes:
 
 
 def _program() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    cache = Path(base) if base else Path.home() / ".cache"
     digest = hashlib.sha256(b"\0".join([_source(), *(flag.encode() for flag in _FLAGS)])).hexdigest()[:16]
-    return cache / "axonn" / f"{_PROGRAM}-{digest}"
+    return cache_folder() / f"{_PROGRAM}-{digest}"
 
 
 def _compiler() -> str | None:
@@ -197,7 +196,7 @@ def _compiled() -> Path:
         descriptor, name = tempfile.mkstemp(dir=program.parent)
     except OSError as error:
         raise ConfigError(
-            f"the switch cannot be kept in {program.parent}: {error.strerror}; set XDG_CACHE_HOME to a folder that "
+            f"the switch cannot be kept in {program.parent}: {error.strerror}; set AXONN_CACHE to a folder that "
             "can be written"
         ) from None
     os.close(descriptor)

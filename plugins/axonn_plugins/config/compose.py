@@ -34,7 +34,8 @@ class Conflict:
 
 def _other_tensor_ranks(block: Axonn) -> bool:
     assert block.ted is not None and block.tensor_parallel is not None
-    return block.ted.tensor > 1 and block.tensor_parallel.given.get("gx") != block.ted.tensor
+    sizes = block.tensor_parallel.given
+    return block.ted.tensor > 1 and sizes.get("gx", 0) * sizes.get("gy", 0) != block.ted.tensor
 
 
 def _compiled(block: Axonn) -> bool:

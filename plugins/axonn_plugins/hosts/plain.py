@@ -28,7 +28,7 @@ from axonn_plugins.hosts.common.agreement import meet
 from axonn_plugins.hosts.common.composition import Composition
 from axonn_plugins.hosts.common.fingerprint import of_configuration, of_model, of_versions
 from axonn_plugins.hosts.common.goldfish import LabelMask, Weight
-from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
+from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options, refuse_keys_of_deepspeed
 from axonn_plugins.observe.timeline.steps import asked, step_asked, step_begins, step_ended
 from axonn_tp import Grid, Mesh, layout_of, parallelize
 from axonn_tp.checkpoint.dealt import DealtNames, still_here
@@ -186,6 +186,8 @@ def _refuse(block: Axonn) -> None:
         raise ConfigError(
             'axonn.tensor_parallel has sizes that are "auto", for which the batch must be known; run axonn plan, and give gx, gy and gz'
         )
+    if block.tensor_parallel is not None:
+        refuse_keys_of_deepspeed(block.tensor_parallel, "axonn.tensor_parallel.")
 
 
 def _split(model: nn.Module, block: Axonn) -> Mesh:

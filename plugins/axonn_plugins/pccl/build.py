@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from axonn_plugins import processors
+from axonn_plugins.caches import cache_folder
 from axonn_plugins.observe.clock import elapsed
 
 _SOURCES = Path(__file__).parent / "csrc"
@@ -45,9 +46,8 @@ def compiler() -> str:
 
 
 def folder() -> Path:
-    """Where what was compiled is kept: ``AXONN_CACHE``, or ``axonn`` in the user's cache folder."""
-    root = os.environ.get("AXONN_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "axonn"
-    return Path(root) / "pccl"
+    """Where what was compiled is kept."""
+    return cache_folder() / "pccl"
 
 
 def place() -> Path:

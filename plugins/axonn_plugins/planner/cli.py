@@ -256,7 +256,7 @@ def _strategies(given: str | None, mode: Mode, fixed: dict[str, int], setting: S
     if more and (name == "axonn" or mode == "paper"):
         which = "--strategy axonn" if name == "axonn" else "--mode paper"
         raise ConfigError(
-            f"{more} is modelled for 1d, 2d and summa in --mode roofline, not with {which}; leave one of the two out"
+            f"{more} is modelled for 1d, 2d and summa in the calibrated and roofline modes, not with {which}; leave one of the two out"
         )
     apart = bool(mode == "paper" or _other_schedule(setting) or setting.experts or more)
     found = tuple(

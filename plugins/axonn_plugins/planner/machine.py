@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from axonn_plugins.caches import cache_folder
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner import files
 from axonn_plugins.planner.calibration import Calibration, as_measured, ours
@@ -131,9 +131,8 @@ _DOMAIN = re.compile(r"(.+)-nvs([0-9]{1,6})")
 
 
 def measured_file() -> Path:
-    """Where ``axonn bench network`` keeps what it measured of this machine: in ``AXONN_CACHE``, or ``axonn`` in the user's cache folder."""
-    root = os.environ.get("AXONN_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "axonn"
-    return Path(root) / "planner" / "measured.toml"
+    """Where ``axonn bench network`` keeps what it measured of this machine."""
+    return cache_folder() / "planner" / "measured.toml"
 
 
 def names() -> list[str]:

@@ -168,7 +168,7 @@ def _parallel(question: Question, plan: AnyPlan, split: Split) -> list[str]:
         found += ["--axonn-samo", json.dumps({"sparsity": question.setting.sparsity})]
     if question.setting.offload:
         found += ["--axonn-offload-optimizer"]
-    return found + (["--axonn-pccl"] if question.machine.collectives == "pccl" and cpu else [])
+    return found + (["--axonn-pccl"] if question.machine.collectives == "pccl" else [])
 
 
 def _staged(model: Transformer, split: Split, parts: int) -> list[str]:

@@ -94,6 +94,7 @@ class CountingStore(dist.Store):
         assert self.check(keys)
 
     def delete_key(self, key: str) -> bool:  # noqa: D102
+        self.calls += 1
         return self.values.pop(key, None) is not None
 
     def set_timeout(self, timeout: timedelta) -> None:  # noqa: D102

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from axonn_plugins.config import TensorParallel
+from axonn_plugins.config import ConfigError, TensorParallel
 from axonn_tp import LayerPlan, Options
+
+_OF_DEEPSPEED = (
+    "machine",
+    "tokens_per_sample",
+    "trace_steps",
+    "trace_folder",
+    "broadcast_inputs",
+    "check_every",
+    "verify_plan",
+)
 
 
 def layer_plans(block: TensorParallel) -> dict[str, LayerPlan]:
@@ -21,3 +31,20 @@ def options(block: TensorParallel) -> Options:
     """The block's choices as axonn_tp takes them; types of gradients are the host's to choose."""
     known = type(block).model_fields
     return Options(**{field.name: getattr(block, field.name) for field in fields(Options) if field.name in known})
+
+
+def refuse_keys_of_deepspeed(block: TensorParallel, within: str) -> None:
+    """Refuse keys that no other host obeys.
+
+    Args:
+        block: of a host that is not DeepSpeed.
+        within: what stands before a key in the sentence.
+
+    Raises:
+        ConfigError: one is given.
+    """
+    for name in _OF_DEEPSPEED:
+        if name in block.model_fields_set:
+            raise ConfigError(
+                f"{within}{name} = {getattr(block, name)!r} is obeyed by DeepSpeed's engines alone; leave it out"
+            )

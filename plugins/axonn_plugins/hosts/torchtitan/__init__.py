@@ -14,6 +14,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from axonn_plugins import config
 from axonn_plugins.config import ConfigError, TensorParallel
+from axonn_plugins.hosts.common.tensor_parallel import refuse_keys_of_deepspeed
 from axonn_plugins.hosts.torchtitan.optimizers import SplitOptimizers
 from axonn_plugins.hosts.torchtitan.parallelize import parallelize
 
@@ -55,6 +56,7 @@ def parse(block: dict[str, Any]) -> TensorParallel:
         raise ConfigError(
             'axonn: gy = "auto" needs sizes that torchtitan gives as numbers; run axonn plan, and give gy'
         )
+    refuse_keys_of_deepspeed(found, "axonn: ")
     return found
 
 

@@ -130,11 +130,12 @@ def use(block: Axonn, raw: Mapping[str, Any]) -> None:
     step_aside()
     if block.ted is None or block.ted.tile_size is None:
         return
-    stage = _section(raw, "zero_optimization").get("stage", 0)
-    whole = needs_whole_matrices(str(_section(raw, "optimizer").get("type", "")))
-    if (stage not in (1, 2) or whole) and "tile_size" not in block.ted.model_fields_set:
+    try:
+        check(raw, block)
+    except ConfigError:
+        if "tile_size" in block.ted.model_fields_set:
+            raise
         return
-    check(raw, block)
     engine.DeepSpeedZeroOptimizer = type(
         "TiledZeroOptimizer", (TiledZeroOptimizer,), {"tile_size": block.ted.tile_size}
     )
