@@ -32,6 +32,7 @@ from axonn_tp.grid.distribute import agree_on_unread, broadcast, broadcast_buffe
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.activation import compiler_runs, leave_to_eager, tell_uncompiled
 from axonn_tp.layers.batch_norm import synchronise
+from axonn_tp.layers.boundary import make_states_whole
 from axonn_tp.layers.conv import Conv
 from axonn_tp.layers.cross_entropy import CrossEntropyLoss
 from axonn_tp.layers.embedding import Embedding
@@ -154,7 +155,7 @@ class _Forward:
     """The state that a model's hooks share; a copy of the model has its own."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, tuner: Tuner | None) -> None:
-        self.tuner, self.uses, self.same = tuner, SharedUses(), SameOnReplicas(mesh)
+        self.tuner, self.uses, self.same, self.mesh = tuner, SharedUses(), SameOnReplicas(mesh), mesh
         split = [module for module in model.modules() if isinstance(module, Split)]
         self.layers: dict[Gathers, list[SplitWeight]] = defaultdict(list)
         for module in split:
@@ -208,6 +209,7 @@ def _leave_forward(model: nn.Module, inputs: tuple, output: object) -> None:
     for gathers in forward.layers:
         gathers.leave()
     forward.uses.end(model, output)
+    make_states_whole(output, forward.mesh)
 
 
 def _convert(placement: Placement, mesh: Mesh, gathers: Gathers, options: Options) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+from typing import Any
+
 from torch import Tensor
 
 from axonn_tp.comm.collectives import gather_from, split_to
@@ -56,6 +59,37 @@ def share_again(whole: Tensor, share: Tensor, mesh: Mesh) -> Tensor:
         if "y" in split.over:
             whole = split_to(whole, mesh, "y", -1)
         return split_as(whole.reshape(share.shape), share)
+
+
+def make_states_whole(outputs: Any, mesh: Mesh) -> None:
+    """Make hidden states and attentions that a model gives by name whole, in place, as its logits are.
+
+    Args:
+        outputs: of a model's forward; a mapping, as HF's are, or something else, which stays as it is.
+        mesh: the mesh.
+    """
+    if isinstance(outputs, MutableMapping):
+        for name, given in list(outputs.items()):
+            states = isinstance(name, str) and name.endswith(("hidden_states", "hidden_state", "attentions"))
+            tensors = given if isinstance(given, tuple) else (given,)
+            if states and any(isinstance(one, Tensor) and split_of(one) is not None for one in tensors):
+                made = tuple(_whole_state(one, mesh, name.endswith("attentions")) for one in tensors)
+                outputs[name] = made if isinstance(given, tuple) else made[0]
+
+
+def _whole_state(share: Any, mesh: Mesh, of_heads: bool) -> Any:
+    """The whole of (samples, tokens, features), or of (samples, heads, ...); what is neither stays a share, of which no loss can be made."""
+    split = split_of(share) if isinstance(share, Tensor) else None
+    if split is None:
+        return share
+    if of_heads and share.dim() == 4 and split.tokens is None:
+        rows = plain(share)
+        for axis in ("y", "x"):  # a rank's heads are a part of those of its x
+            rows = gather_from(rows, mesh, axis, 1) if axis in split.over else rows
+        return rows
+    stream = not of_heads and share.dim() == 3 and ("x" not in split.over or _scattered(share) is not None)
+    ranks = mesh.size("y") if "y" in split.over else 1
+    return whole_activation(share, mesh, share.shape[-1] * ranks) if stream else share
 
 
 def _scattered(share: Tensor) -> Tokens | None:
