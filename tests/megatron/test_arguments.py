@@ -107,6 +107,10 @@ WRONG = {
         [*ON, "--axonn-gx", "2", "--axonn-gz", "2", "--num-experts", "8", "--expert-model-parallel-size", "8"],
         "--expert-model-parallel-size 8 does not divide the 4 ranks that read different tokens .*; choose a divisor of 4",
     ),
+    "instances": (
+        [*ON, "--axonn-gz", "8", "--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"],
+        "--num-distributed-optimizer-instances 2 does not divide the 1 data-parallel replicas .*; choose a divisor of 1",
+    ),
     "expert-width": (
         [*ON, "--axonn-gx", "2", "--num-experts", "8", "--moe-ffn-hidden-size", "33"],
         "--moe-ffn-hidden-size 33 does not divide by gx.gy = 2, .* or give --expert-tensor-parallel-size 1",

@@ -65,12 +65,16 @@ ROUTES: dict[str, tuple[Any, list[Any]]] = {
     "112": (Settings(1, 1, 2), [Settings(1, 2, 1), Settings(2, 1, 1)]),
     "1212": (Settings(1, 2, 1), [Settings(2, 1, 2, "replicated")]),
     "stock": (None, [Settings(1, 2, 1), Settings(1, 2, 2), STAGES]),
+    "instances": (
+        {"settings": Settings(1, 1, 2), "ddp": {**SHARDED, "num_distributed_optimizer_instances": 2}},
+        [Settings(2)],
+    ),
     "shared": (OVER[0], [OVER[1], Settings(1, 2, 2), None]),
 }
 """From which settings to which; None is stock Megatron of tensor-parallel size 2, `STAGES` gx = 2 on each of two pipeline stages."""
 TAKEN = {
     "llama": ["2121", "1212", "stock"],
-    "empty shards": ["112", "shared"],
+    "empty shards": ["112", "shared", "instances"],
     "decoupled": ["112", "1212"],
     "decoupled sharded": ["112"],
     "attention alone": ["112", "1212"],
@@ -85,6 +89,7 @@ SOME = {
     "sharded 2121": [2],
     "sharded bf16 2121": [3],
     "empty shards shared": [0],
+    "empty shards instances": [0],
     "decoupled 1212": [0],
     "decoupled sharded 112": [0],
     "attention alone 112": [0],

@@ -98,6 +98,10 @@ def on_cpu() -> None:
     groups.reuse()
 
 
+def _instances(case: Case) -> int:
+    return case.ddp.get("num_distributed_optimizer_instances", 1)
+
+
 @contextmanager
 def grouped(case: Case, gloo: bool = False) -> Iterator[None]:
     """Megatron's process groups, for this case and others of the same grid."""
@@ -111,6 +115,7 @@ def grouped(case: Case, gloo: bool = False) -> Iterator[None]:
         expert_model_parallel_size=case.experts[0],
         expert_tensor_parallel_size=case.experts[1],
         create_gloo_process_groups=gloo,
+        num_distributed_optimizer_instances=_instances(case),
     )
     try:
         yield
@@ -168,7 +173,7 @@ def train_all(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
     grids: dict[tuple, list[str]] = defaultdict(list)
     for name, case in cases.items():
         sizes = case.settings and (case.settings.gx, case.settings.gy, case.settings.gz)
-        grids[sizes, case.tensor, case.pipeline, case.experts, case.context].append(name)
+        grids[sizes, case.tensor, case.pipeline, case.experts, case.context, _instances(case)].append(name)
     found = {}
     for names in grids.values():
         with grouped(cases[names[0]]):

@@ -26,6 +26,8 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
 def test_a_file_that_the_user_gave_is_refused_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='--picture = ".*line.xyz" cannot be written'):
         Picture(diagonal).save(tmp_path / "line.xyz", "--picture")
+    with pytest.raises(ConfigError, match='--picture = ".*" is a folder; use a file'):
+        Picture(diagonal).save(tmp_path, "--picture")
 
 
 def test_without_either_a_run_ends_as_ever(

@@ -140,6 +140,7 @@ def test_a_configuration_of_transformers(capsys, tmp_path):
         (["VGG-91"], 'MODEL = "VGG-91" is not known; use "VGG-19", another of'),
         (["GPT:2,64"], 'MODEL = "GPT:2,64" does not give the sizes of a GPT'),
         (["GPT:2,0,64"], "does not give the sizes of a GPT"),
+        (["GPT:99999999999,64,64"], "of at most 10,000 layers"),
         (["none/config.json"], 'there is no file "none/config.json"'),
         (["VGG-19", "--sparsity", "2"], "--sparsity = 2.0 is not a share"),
         (["VGG-19", "--sparsity", "nan"], "--sparsity = nan is not a share"),

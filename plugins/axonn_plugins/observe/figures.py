@@ -49,6 +49,8 @@ class Picture:
                 raise
             print(f"axonn: {file} is not drawn: that {MISSING}", file=sys.stderr)
             return []
+        if option is not None and file.is_dir():
+            raise ConfigError(f'{option} = "{file}" is a folder; use a file such as picture.png, .pdf or .svg')
         figure = Figure(figsize=self.size, layout="constrained")
         self.draw(figure)
         try:

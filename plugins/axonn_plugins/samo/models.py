@@ -102,10 +102,14 @@ def _plain(name: str) -> str:
 
 def _gpt(name: str) -> Callable[[], nn.Module]:
     sizes = name.partition(":")[2].split(",")
-    if len(sizes) not in (3, 4) or not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
+    most = (10_000, *[9_999_999] * 3)  # layers are made one by one
+    if len(sizes) not in (3, 4) or not all(
+        re.fullmatch(r"\s*[0-9]{1,7}\s*", size) and 0 < int(size) <= n for size, n in zip(sizes, most, strict=False)
+    ):
         raise ConfigError(
             f'MODEL = "{name}" does not give the sizes of a GPT; write GPT:layers,hidden,vocabulary or '
-            "GPT:layers,hidden,vocabulary,context in positive whole numbers, such as GPT:24,2048,50257"
+            "GPT:layers,hidden,vocabulary,context in whole numbers from 1 to 9,999,999, of at most 10,000 layers, such as "
+            "GPT:24,2048,50257"
         )
     numbers = [int(size) for size in sizes]
     return lambda: gpt(*numbers)

@@ -65,19 +65,19 @@ def main(arguments: list[str]) -> int:
         ConfigError: a mistake of the user's.
     """
     parsed = read(Options, arguments, "axonn ted memory")
-    misplaced = [name for name in (_MANY if parsed.model else _ONE) if getattr(parsed, name) is not None]
+    misplaced = [name for name in (_ONE if parsed.model is None else _MANY) if getattr(parsed, name) is not None]
     if misplaced:
-        what = "is for the table, which is printed without MODEL" if parsed.model else "belongs to one MODEL"
+        what = "belongs to one MODEL" if parsed.model is None else "is for the table, which is printed without MODEL"
         raise ConfigError(f"--{misplaced[0]} = {getattr(parsed, misplaced[0])} {what}; leave one of the two out")
-    return _one(parsed) if parsed.model else _table(parsed)
+    return _table(parsed) if parsed.model is None else _one(parsed)
 
 
 def _table(parsed: Options) -> int:
-    gpus = _numbers("gpus", parsed.gpus or "32,64,128,256,512")
-    experts = _numbers("experts", parsed.experts or "4..128")
+    gpus = _numbers("gpus", "32,64,128,256,512" if parsed.gpus is None else parsed.gpus)
+    experts = _numbers("experts", "4..128" if parsed.experts is None else parsed.experts)
     tensor = max(gpus) if parsed.tensor == "max" else _number("tensor", parsed.tensor, _SUMMIT_NODE, 'or "max"')
-    memory = _size("memory", parsed.memory or "16GB")
-    reserve = _size("reserve", parsed.reserve or "0GB")
+    memory = _size("memory", "16GB" if parsed.memory is None else parsed.memory)
+    reserve = _size("reserve", "0GB" if parsed.reserve is None else parsed.reserve)
     if memory <= reserve:
         raise ConfigError(
             f"--memory = {parsed.memory or '16GB'} leaves nothing beside --reserve = {parsed.reserve or '0GB'}; give more memory"

@@ -17,8 +17,8 @@ import logging
 import site
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -117,17 +117,12 @@ def _no_op() -> Callable[..., None]:
     return lambda *args, **kwargs: None
 
 
-@contextmanager
-def _within(stream: Any) -> Iterator[None]:
-    yield
-
-
 def _answer_for_cuda() -> None:
     """Make torch.cuda speak of the CPU: one device, its random generator, and streams that do nothing."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: 0
     cuda.set_device, cuda.synchronize = _no_op(), _no_op()
-    cuda.Stream, cuda.stream = _Stream, _within
+    cuda.Stream, cuda.stream = _Stream, nullcontext
     cuda.current_stream, cuda.default_stream = (lambda device=None: _Stream()), (lambda device=None: _Stream())
     # Newest of all, for which Megatron asks no environment variable.
     cuda.get_device_properties = lambda device=None: SimpleNamespace(name="CPU", major=10, minor=0, total_memory=0)

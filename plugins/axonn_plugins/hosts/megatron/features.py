@@ -71,7 +71,6 @@ FEATURES = (
         "use_tp_pp_dp_mapping", "z lies inside the data-parallel ranks, which must be next to the tensor-parallel ones"
     ),
     Feature("use_sharp", "it is for one group of Megatron's, and gradients of weights are summed over others"),
-    Feature("num_distributed_optimizer_instances", "z divides the data-parallel ranks already", _ONE, (1,)),
     Feature("use_megatron_fsdp", _SHARED, "leave it out, and use --use-distributed-optimizer"),
     Feature("use_custom_fsdp", _SHARED, "leave it out, and use --use-distributed-optimizer"),
     Feature("use_torch_fsdp2", _SHARED, "leave it out, and use --use-distributed-optimizer"),

@@ -17,7 +17,7 @@ from axonn_plugins.hosts.megatron.expert_groups import Blocks, blocks_of, topolo
 from axonn_plugins.hosts.megatron.features import MODELS
 from axonn_plugins.hosts.megatron.refusals import IMPL, TESTED, check_arguments, warn_of_unknown
 from axonn_plugins.hosts.megatron.settings import LAYOUTS, OVERLAPS, Settings
-from axonn_plugins.hosts.megatron.sizes import attention_widths, indivisible, uneven_in_8_bits
+from axonn_plugins.hosts.megatron.sizes import attention_widths, check_instances, indivisible, uneven_in_8_bits
 from axonn_plugins.names import require
 from axonn_plugins.observe.doctor import MEGATRON_BELOW
 from axonn_tp import Grid
@@ -60,7 +60,7 @@ def before(args: Any) -> Settings:
     settings = _settings(args, {axis: int(size) for axis, size in sizes.items()})
     _check_world(args, settings)
     _check_tensor_size(args, settings)
-    _blocks(args, settings)
+    check_instances(args, _blocks(args, settings).known)
     args.tensor_model_parallel_size = settings.tensor
     # Both are on by default and change no number.
     args.gradient_accumulation_fusion, args.no_persist_layer_norm = _fuses(args, settings), True

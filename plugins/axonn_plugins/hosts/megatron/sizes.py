@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from axonn_plugins.config.base import ConfigError
 from axonn_plugins.hosts.megatron.settings import Settings
 
 MULTIPLE = 16
@@ -98,3 +99,22 @@ def attention_widths(args: Any) -> list[tuple[str, int]]:
     queries = 2 * heads if getattr(args, "attention_output_gate", False) else heads
     channels = getattr(args, "kv_channels", None) or args.hidden_size // heads
     return [("the width of queries, keys and values", (queries + 2 * groups) * channels)]
+
+
+def check_instances(args: Any, block: int) -> None:
+    """Refuse several instances of the distributed optimizer among which replicas of weights cannot be dealt out.
+
+    Args:
+        args: Megatron's.
+        block: ranks of which none holds the same part of a weight, or of an expert, as another.
+
+    Raises:
+        ConfigError: says how many replicas there are.
+    """
+    instances = getattr(args, "num_distributed_optimizer_instances", 1)
+    replicas = args.world_size // args.pipeline_model_parallel_size // block
+    if instances < 1 or replicas % instances:
+        raise ConfigError(
+            f"--num-distributed-optimizer-instances {instances} does not divide the {replicas} data-parallel replicas that the grid and "
+            f"--expert-model-parallel-size leave; choose a divisor of {replicas}"
+        )
