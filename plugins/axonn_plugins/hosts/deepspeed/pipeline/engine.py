@@ -25,7 +25,7 @@ from axonn_plugins.hosts.common.split_states import split_states
 from axonn_plugins.hosts.common.tensor_parallel import options
 from axonn_plugins.hosts.deepspeed.agreement import compare, refuse_experts
 from axonn_plugins.hosts.deepspeed.checkpoint.staged import StagedCheckpoints
-from axonn_plugins.hosts.deepspeed.engine import choose_sizes
+from axonn_plugins.hosts.deepspeed.engine import choose_sizes, engines
 from axonn_plugins.hosts.deepspeed.pipeline.batch import StageBatches
 from axonn_plugins.hosts.deepspeed.pipeline.stage_split import (
     AXES,
@@ -112,6 +112,7 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
         self._stashes = Stashes(self._ted.stash) if self._ted is not None and keep else None
         keywords["mpu"] = model.mpu()
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
+        engines.add(self)
         mark(self.module.parameters(), self.mesh, self.optimizer if self._owns else None)
 
     def _problem_with(self, model: PipelineModule, optimizer: Any, block: Axonn) -> str | None:
