@@ -2,12 +2,13 @@
 
 A shard over z is this rank's alone, and its gradient is taken for a sum over the ranks of z and divided by their number: that of a penalty would be
 too small by it. Nothing but a layer's gather gives a shard a gradient otherwise, so the graph of a loss tells, where a host sees one; elsewhere
-`axonn_tp.comm.shard_gradients` sees what comes of it.
+`axonn_tp.comm.shard_gradients` sees what comes of it. Of a shard over x or y alone the gradient of a sum over elements is right, and that of a norm or
+a mean is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import ref
 
@@ -20,6 +21,16 @@ _READS = {"_DeferredBackward", "_GatheredBackward", "OwnReadBackward"}
 """Layers' own reads of shards, and of what code makes of shards to give it to a layer."""
 _OURS = {*_READS, "_GatherSummedBackward", "CompiledFunctionBackward"}
 _CASTS = {"ToCopyBackward0"}
+_JOINS = {f"{name}Backward0" for name in ("Stack", "Cat", "Unsqueeze", "View")}
+_LINEAR = {*_CASTS, *_JOINS, *(f"{name}Backward0" for name in ("Add", "Sub", "Neg", "Mul", "Div", "Squeeze"))}
+"""What leaves a sum of terms one."""
+_SUMS = {"SumBackward0", "DotBackward0"}
+_EACH = {
+    *(f"{name}Backward0" for name in ("Add", "Sub", "Neg", "Mul", "Div", "Pow", "Abs", "Sqrt", "Exp", "Log", "Clone")),
+    *(f"{name}Backward0" for name in ("ToCopy", "View", "UnsafeView", "Relu", "Sigmoid", "Tanh", "Sgn", "Where")),
+    *(f"Clamp{kind}Backward{number}" for kind in ("", "Min", "Max") for number in (0, 1)),
+}
+"""What makes an element of one element."""
 
 
 class LossWatch:
@@ -46,6 +57,13 @@ class LossWatch:
         name = first_read_in_shards(losses, model)
         if name is not None:
             raise ValueError(read_in_shards(name))
+        name = first_mixed_shard(losses, model)
+        if name is not None:
+            raise ValueError(
+                f"the loss reads a norm, a mean or a product of {name} outside of its layer, where a rank has nothing but its shard over x and y, so that the "
+                "gradient would be another than in one process; add up squares or magnitudes by .sum(), read layer.weight in the model's forward, which "
+                "gives the whole, or have the optimizer decay weights"
+            )
 
 
 def first_read_in_shards(losses: Iterable[Tensor], model: nn.Module) -> str | None:
@@ -76,3 +94,51 @@ def first_read_in_shards(losses: Iterable[Tensor], model: nn.Module) -> str | No
                 waiting.append(after)
     order = list(shards.values())
     return min(found, key=order.index, default=None)
+
+
+def first_mixed_shard(losses: Iterable[Tensor], model: nn.Module) -> str | None:
+    """The first parameter split over x or y alone of which a term of the losses makes, past all layers, something else than a sum over elements."""
+    shards: dict[Any, str] = {}
+    for prefix, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False) if isinstance(module, Split) else ():
+            if any(module.mesh.size(axis) > 1 for _, axis in module.layouts[own].split):
+                shards[parameter] = f"{prefix}.{own}" if prefix else own
+    for term in _terms(loss.grad_fn for loss in losses if shards):
+        nodes = list(_below(term))
+        if any(getattr(getattr(type(node), "_forward_cls", None), "__module__", "").startswith("axonn_tp.") for node in nodes):
+            continue  # of what the model gives
+        read = [shards[leaf] for node in nodes if (leaf := getattr(node, "variable", None)) in shards]
+        inner = (node.name() for node in nodes if node is not term and not hasattr(node, "variable"))
+        sums = term.name() in _SUMS or getattr(term, "_saved_ord", None) == getattr(term, "_saved_p", 1) == 1
+        if read and not (sums and _EACH.issuperset(inner)):
+            return read[0]
+    return None
+
+
+def _terms(roots: Iterable[Any]) -> Iterator[Any]:
+    """The nodes of which losses are the sums, each with its factor."""
+    waiting = [root for root in roots if root is not None]
+    seen: set[Any] = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        after = [one for one, _ in node.next_functions if one is not None]
+        of_terms = node.name() == "SumBackward0" and all(one.name() in _JOINS for one in after)
+        if not of_terms and node.name() not in _LINEAR:
+            yield node
+            continue
+        for one in after:
+            if one not in seen:
+                seen.add(one)
+                waiting.append(one)
+
+
+def _below(root: Any) -> Iterator[Any]:
+    """A node and all that it is made of."""
+    waiting = [root]
+    seen: set[Any] = set(waiting)
+    while waiting:
+        yield (node := waiting.pop())
+        for after, _ in node.next_functions:
+            if after is not None and after not in seen:
+                seen.add(after)
+                waiting.append(after)

@@ -85,6 +85,10 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
         grid = _own_grid(model) if self._split is None else stage_grid(self._split, model.mpu())
         if config_class.axonn_owner is None and config_class.axonn_stage and _of_doubles(model):
             take_over(config_class, "pipeline")
+        if keywords.get("model_parameters") is not None:
+            # Torch makes no optimizer of nothing, which a script may find to train in a stage; what is frozen is not stepped.
+            frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+            keywords["model_parameters"] = list(keywords["model_parameters"]) or frozen
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             # A function that sorts parameters by their shapes must see them before they are split.
             given = keywords.pop("model_parameters", None)
