@@ -219,7 +219,7 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
         trained = [p for p in self.module.parameters() if p.grad is not None]
         self._global_grad_norm = self._gradient_norm(trained).item()
         factor = self.gradient_clipping() / (self._global_grad_norm + 1e-6)
-        if factor < 1:
+        if factor < 1 and trained:
             torch._foreach_mul_([p.grad for p in trained], factor)
 
     def _counts(self, parameter: Tensor) -> bool:
