@@ -15,7 +15,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from axonn_tp.comm.shard_gradients import read_in_shards
-from axonn_tp.layers.weight import SplitWeight
+from axonn_tp.layers.weight import Split, SplitWeight
 
 _READS = {"_DeferredBackward", "_GatheredBackward", "OwnReadBackward"}
 """Layers' own reads of shards, and of what code makes of shards to give it to a layer."""
@@ -101,15 +101,18 @@ def first_mixed_shard(losses: Iterable[Tensor], model: nn.Module) -> str | None:
     shards: dict[Any, str] = {}
     for prefix, module in model.named_modules():
         for own, parameter in module.named_parameters(recurse=False) if isinstance(module, Split) else ():
-            if any(module.mesh.size(axis) > 1 for _, axis in module.layouts[own].split):
+            if own in module.layouts and any(module.mesh.size(axis) > 1 for _, axis in module.layouts[own].split):
                 shards[parameter] = f"{prefix}.{own}" if prefix else own
     for term in _terms(loss.grad_fn for loss in losses if shards):
         nodes = list(_below(term))
-        if any(getattr(getattr(type(node), "_forward_cls", None), "__module__", "").startswith("axonn_tp.") for node in nodes):
+        if any(
+            getattr(getattr(type(node), "_forward_cls", None), "__module__", "").startswith("axonn_tp.")
+            for node in nodes
+        ):
             continue  # of what the model gives
         read = [shards[leaf] for node in nodes if (leaf := getattr(node, "variable", None)) in shards]
         inner = (node.name() for node in nodes if node is not term and not hasattr(node, "variable"))
-        sums = term.name() in _SUMS or getattr(term, "_saved_ord", None) == getattr(term, "_saved_p", 1) == 1
+        sums = term.name() in _SUMS or getattr(term, "_saved_ord", None) == 1
         if read and not (sums and _EACH.issuperset(inner)):
             return read[0]
     return None

@@ -165,12 +165,12 @@ def schedulers(stage: int) -> Any:
     return rates, config_of(run)["optimizer"]["params"]["lr"]
 
 
-def penalty(stage: int) -> str:
-    """Weights' norms, added to the loss outside of the model."""
-    run = case("gx2gz2", stage=stage)
+def penalty(stage: int, grid: str = "gx2gz2", power: float = 1.0) -> str:
+    """Weights' squared norms, added to the loss outside of the model."""
+    run = case(grid, stage=stage)
     engine = start(run)
     loss = engine(*(engine.mesh.shard_batch(t) for t in run.batches()[0][0]))
-    penalty = sum(parameter.square().sum() for parameter in engine.module.parameters())
+    penalty = sum(parameter.square().sum() ** power for parameter in engine.module.parameters())
     try:
         engine.backward(loss + 1e-4 * penalty)
     except ValueError as error:
@@ -194,6 +194,7 @@ def odd_things(penalties: list[int], scheduled: list[int]) -> dict[str, Any]:
     found = {f"lazy-{ready}": attempt(lazy, ready) for ready in (False, True)}
     found["dropout"], found["unscaled"] = attempt(dropout), attempt(unscaled)
     found |= {f"scheduler-{stage}": attempt(schedulers, stage) for stage in scheduled}
+    found["norms"] = attempt(penalty, 0, "gx2gdata2", 0.5)
     return found | {f"penalty-{stage}": attempt(penalty, stage) for stage in penalties}
 
 
@@ -300,6 +301,12 @@ def test_a_penalty_on_shards_is_refused(penalty_at: int, ranks: list[dict[str, A
     for rank in ranks:
         refusal = rank["odd"][f"penalty-{penalty_at}"]
         assert refusal.startswith("the loss reads fc") and one_sentence(refusal), refusal
+
+
+def test_norms_of_shards_are_refused(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        refusal = rank["odd"]["norms"]
+        assert "reads a norm, a mean or a product of fc" in refusal and one_sentence(refusal), refusal
 
 
 @pytest.mark.parametrize("scheduled_at", [0, thorough(2)])

@@ -13,6 +13,7 @@ import torch
 import axonn_plugins
 import axonn_plugins.hosts.deepspeed.engine
 from axonn_plugins.config import ConfigError, parse
+from axonn_plugins.hosts.deepspeed.checkpoint.checked import why_unwritten
 from axonn_plugins.hosts.deepspeed.plan_check import one_sentence as plan_sentence
 from axonn_plugins.hosts.deepspeed.spellings import as_understood
 from axonn_plugins.hosts.deepspeed.unit import GridUnit
@@ -184,6 +185,23 @@ def test_an_engines_own_unit_reads_the_configuration() -> None:
     finally:
         deepspeed.DeepSpeedEngine = before
     assert found.activation_checkpointing_config.partition_activations and not hasattr(found, "axonn")
+
+
+def test_a_file_that_cannot_be_written_has_its_own_remedy() -> None:
+    full = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+    for error, remedy in (
+        (OSError(28, "No space left on device"), "make room for it"),
+        (full, "make room for it"),
+        (AttributeError("Can't pickle local object 'f.<locals>.g'"), "leave out of client_state"),
+        (TypeError("cannot pickle 'generator' object"), "leave out of client_state"),
+        (
+            RuntimeError("Serialization of parametrized modules is only supported through state_dict()"),
+            "save without client_state",
+        ),
+        (KeyError("exp_avg"), "(KeyError: 'exp_avg'); save without client_state"),
+    ):
+        said = why_unwritten("a/mp_rank_00_model_states.pt", error)
+        assert remedy in said and one_sentence(said), said
 
 
 def test_what_fails_on_shares_is_the_plans_fault_but_for_memory() -> None:

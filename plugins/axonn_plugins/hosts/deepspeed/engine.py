@@ -65,6 +65,7 @@ from axonn_tp import (
 from axonn_tp.comm.gradients import keep_sums
 from axonn_tp.compiled.refusals import check_compiled
 from axonn_tp.layers.activation import Activation
+from axonn_tp.layers.loss_watch import LossWatch
 
 # DeepSpeed's partition_activations leaves these alone: the ranks of its model-parallel group hold other shares, not the same activation.
 Activation.no_checkpointing = property(lambda _: checkpointing.PARTITION_ACTIVATIONS)  # type: ignore[attr-defined]
@@ -202,6 +203,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
             keywords["mpu"] = GridUnit(self.mesh)
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
         engines.add(self)
+        self._losses = LossWatch(model)
         send_to_all(self, self.mesh)
         mark(self.module.parameters(), self.mesh, self.optimizer if self._owns else None)
         obey(self)
@@ -270,6 +272,18 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
             )
         sync_gradients(self.module.parameters(), self.mesh, divisor=divisor(self.gradient_average, self.mesh.grid))
         self._summed = True
+
+    def backward(self, loss: Any, *rest: Any, **keywords: Any) -> Any:
+        """DeepSpeed's backward of a loss.
+
+        Raises:
+            ConfigError: it reads shards of weights; the same on every rank.
+        """
+        try:
+            self._losses.look(*[loss] if isinstance(loss, Tensor) else [])
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return super().backward(loss, *rest, **keywords)
 
     def _pass_begins(self, gradient: Tensor) -> None:
         """A second backward pass before a step leaves what is summed already as it is."""
