@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 import axonn_plugins
 import axonn_plugins.hosts.deepspeed.engine
 from axonn_plugins.config import ConfigError, parse
+from axonn_plugins.hosts.deepspeed.checkpoint.checked import why_unwritten
 from axonn_plugins.hosts.deepspeed.plan_check import one_sentence as plan_sentence
 from axonn_plugins.hosts.deepspeed.spellings import as_understood
+from axonn_plugins.hosts.deepspeed.unit import GridUnit
 from axonn_tp import Grid
 from axonn_tp.grid.mesh import AXES
 from axonn_tp.layers.activation import ActivationSplit, _noted
@@ -108,6 +111,10 @@ REST: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "sequence parallel": ({"sequence_parallel_size": 2}, ("sequence_parallel_size", "remove")),
     "onebit": ({"optimizer": {"type": "OneBitAdam"}}, ("optimizer.type = OneBitAdam communicates", "AdamW")),
     "universal": ({"checkpoint": {"load_universal": True}}, ("load_universal", "remove")),
+    "node local": (
+        {"checkpoint": {"use_node_local_storage": True}},
+        ("checkpoint.use_node_local_storage = true", "remove it"),
+    ),
     "deepcompile": ({"compile": {"deepcompile": True}}, ("deepcompile", "remove")),
     "elasticity": ({"elasticity": {"enabled": True}}, ("elasticity", "remove")),
     "autocast": ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, ("torch_autocast.dtype", "bfloat16")),
@@ -170,6 +177,35 @@ def test_a_misplaced_key_is_not_passed_over(key: str) -> None:
 
 def test_keys_of_others_are_passed_over() -> None:
     deepspeed.DeepSpeedConfig(RAW | {"axonn": None, "annotations": {}, "aio": {}, "offload_optimizer": {}, "mine": 1})
+
+
+def test_an_engines_own_unit_reads_the_configuration() -> None:
+    """As `deepspeed.checkpointing.configure(engine.mpu, deepspeed_config=...)` does, when the engine is there."""
+    before, deepspeed.DeepSpeedEngine = deepspeed.DeepSpeedEngine, None
+    raw = RAW | {"axonn": tp(gz=2), "activation_checkpointing": {"partition_activations": True}}
+    try:
+        found = deepspeed.DeepSpeedConfig(raw, mpu=GridUnit(SimpleNamespace(size=lambda axes: 3)))  # type: ignore[arg-type]
+        assert deepspeed.DeepSpeedEngine is None
+    finally:
+        deepspeed.DeepSpeedEngine = before
+    assert found.activation_checkpointing_config.partition_activations and not hasattr(found, "axonn")
+
+
+def test_a_file_that_cannot_be_written_has_its_own_remedy() -> None:
+    full = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+    for error, remedy in (
+        (OSError(28, "No space left on device"), "make room for it"),
+        (full, "make room for it"),
+        (AttributeError("Can't pickle local object 'f.<locals>.g'"), "leave out of client_state"),
+        (TypeError("cannot pickle 'generator' object"), "leave out of client_state"),
+        (
+            RuntimeError("Serialization of parametrized modules is only supported through state_dict()"),
+            "save without client_state",
+        ),
+        (KeyError("exp_avg"), "(KeyError: 'exp_avg'); save without client_state"),
+    ):
+        said = why_unwritten("a/mp_rank_00_model_states.pt", error)
+        assert remedy in said and one_sentence(said), said
 
 
 def test_what_fails_on_shares_is_the_plans_fault_but_for_memory() -> None:

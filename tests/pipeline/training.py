@@ -43,6 +43,14 @@ class Feed(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
+class Frozen(Feed):
+    """Such a layer of which nothing is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
 class Words(nn.Embedding):
     """An embedding of tokens, which as a head gives scores of words."""
 
@@ -85,6 +93,11 @@ def tied(count: int = 4) -> list[Spec]:
 def sparse() -> list[Spec]:
     """A language model whose embedding has sparse gradients."""
     return [LayerSpec(Words, sparse=True), LayerSpec(Feed), LayerSpec(nn.Linear, WIDTH, WORDS)]
+
+
+def frozen() -> list[Spec]:
+    """Layers of which the first of two stages has nothing to train."""
+    return [LayerSpec(Frozen), LayerSpec(Frozen), LayerSpec(Feed), LayerSpec(Feed)]
 
 
 def tuples(count: int = 6) -> list[Spec]:
@@ -212,7 +225,8 @@ def start(case: Case) -> Any:
     # As a script's deepspeed.checkpointing.configure does.
     checkpointing.PARTITION_ACTIVATIONS = "activation_checkpointing" in case.extra
     module = module_of(case)
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config(case))
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=trained, config=config(case))
     return engine
 
 

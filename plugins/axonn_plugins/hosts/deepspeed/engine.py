@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -69,10 +70,14 @@ from axonn_tp.layers.loss_watch import LossWatch
 # DeepSpeed's partition_activations leaves these alone: the ranks of its model-parallel group hold other shares, not the same activation.
 Activation.no_checkpointing = property(lambda _: checkpointing.PARTITION_ACTIVATIONS)  # type: ignore[attr-defined]
 _gather = checkpointing.gather_partitioned_activations
+engines: WeakSet[Any] = WeakSet()
+"""Engines of ours; without one DeepSpeed's checkpoints are as they were."""
 
 
 def _gathered(tensors: Sequence[Tensor], device: Any = None) -> tuple[Tensor, ...]:
     """DeepSpeed's; the views that it makes want gradients where their base does, and that of a view, which layers of ours may give, does not."""
+    if not engines:
+        return _gather(tensors, device)
     pairs = zip(_gather(tensors, device), tensors[::2], strict=True)
     return tuple(made.detach().requires_grad_(given.requires_grad) for made, given in pairs)
 
@@ -197,6 +202,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         if self._splits:
             keywords["mpu"] = GridUnit(self.mesh)
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
+        engines.add(self)
         send_to_all(self, self.mesh)
         mark(self.module.parameters(), self.mesh, self.optimizer if self._owns else None)
         obey(self)
@@ -324,6 +330,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         if self._tracer is not None:
             self._tracer.close()
         super().destroy()
+        engines.discard(self)
         disobey(self)
         self._unwatch()
         replicas.stop_sharing_samplers(self.mesh)

@@ -21,6 +21,9 @@ def patch(module: ModuleType) -> None:
         return
 
     def __init__(self: Any, config: Any, mpu: Any = None, *args: Any, **kwargs: Any) -> None:
+        if getattr(mpu, "axonn", False):  # of an engine of ours, as deepspeed.checkpointing.configure may be given it
+            original(self, config, mpu, *args, **kwargs)
+            return
         parsed = read(config)
         block = isinstance(parsed, dict) and parsed.get("axonn") is not None
         roll.note(block)

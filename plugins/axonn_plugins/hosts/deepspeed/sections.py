@@ -154,14 +154,20 @@ def of_optimizer(kind: str) -> list[Refusal]:
     ]
 
 
-def of_background(raw: Mapping[str, Any]) -> list[Refusal]:
-    """Checkpoints that are written while training goes on."""
+def of_checkpoints(raw: Mapping[str, Any]) -> list[Refusal]:
+    """Checkpoints that are not complete when they get their name: written while training goes on, or in a folder of each node."""
     given = {
         "nebula": raw.get("nebula"),
         "datastates_ckpt": raw.get("datastates_ckpt"),
         "checkpoint.writer": section(raw, "checkpoint").get("writer"),
     }
     return [
+        (
+            bool(section(raw, "checkpoint").get("use_node_local_storage")),
+            "checkpoint.use_node_local_storage = true has each node keep files of its own, and a checkpoint of the axonn block is one folder, verified "
+            "as a whole; remove it, and save where all ranks see the folder",
+        ),
+    ] + [
         (
             bool(value),
             f"{key} writes checkpoints in the background, where they could not be renamed when complete; remove it",

@@ -16,7 +16,7 @@ from axonn_plugins.hosts.deepspeed.sections import (
     divides_alone,
     enabled,
     needs_whole_matrices,
-    of_background,
+    of_checkpoints,
     of_halves,
     of_optimizer,
     on,
@@ -135,7 +135,7 @@ def _check(key: str, does: str, block: Axonn, raw: Mapping[str, Any], mpu: Any) 
             f"{key} sums the gradients of weights that every rank holds whole, or that this suite has split, and deepspeed.initialize was "
             "given an mpu of the script's own; leave one of them out"
         )
-    refuse([*_of_state(key, does, raw), *of_background(raw), *_of_precision(key, raw), *_of_others(key, raw)])
+    refuse([*_of_state(key, does, raw), *of_checkpoints(raw), *_of_precision(key, raw), *_of_others(key, raw)])
 
 
 def _of_unscaled(raw: Mapping[str, Any], mpu: Any) -> list[Refusal]:

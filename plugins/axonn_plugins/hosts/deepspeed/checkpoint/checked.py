@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pickle import PickleError
 from typing import Any
 
 import torch.distributed as dist
@@ -53,14 +54,7 @@ class CheckedCheckpoints(DeepSpeedEngine):
             try:
                 save(state_dict, path)
             except Exception as error:
-                full = isinstance(error, OSError | RuntimeError)
-                remedy = (
-                    "make room for it, or save elsewhere"
-                    if full
-                    else "leave out of client_state what cannot be pickled"
-                )
-                said = getattr(error, "strerror", None) or " ".join(str(error).split())
-                failed.append(f'"{path}" cannot be written ({said}); {remedy}')
+                failed.append(why_unwritten(path, error))
 
         def tell() -> None:
             if failed:
@@ -98,3 +92,18 @@ class CheckedCheckpoints(DeepSpeedEngine):
 
     def _read(self, load_dir: str, tag: str | None, *rest: Any, **keywords: Any) -> tuple:
         return super().load_checkpoint(load_dir, tag, *rest, **keywords)
+
+
+def why_unwritten(path: str, error: Exception) -> str:
+    """The sentence on a file that DeepSpeed could not write, and what to do.
+
+    Args:
+        path: the file.
+        error: what it ended with.
+    """
+    said = getattr(error, "strerror", None) or " ".join(str(error).split())
+    if isinstance(error, OSError) or "inline_container" in said or "PytorchStreamWriter" in said:
+        return f'"{path}" cannot be written ({said}); make room for it, or save elsewhere'
+    if isinstance(error, PickleError | TypeError | RecursionError) or "pickle" in said.casefold():
+        return f'"{path}" cannot be written ({said}); leave out of client_state what cannot be pickled'
+    return f'"{path}" cannot be written ({type(error).__name__}: {said}); save without client_state, which tells if that is at fault'

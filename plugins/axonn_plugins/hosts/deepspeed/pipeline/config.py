@@ -10,13 +10,13 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from axonn_plugins.config import Axonn, ConfigError, batch
 from axonn_plugins.hosts.deepspeed.pipeline.stage_split import settings_of, stage_grid
-from axonn_plugins.hosts.deepspeed.sections import Refusal, enabled, of_background, of_halves, refuse, section
+from axonn_plugins.hosts.deepspeed.sections import Refusal, enabled, of_checkpoints, of_halves, refuse, section
 from axonn_plugins.hosts.deepspeed.tensor.config import BatchRanks, check, check_automatic, stand_in
 
 
 def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
     """Check a configuration with the key, and lead `deepspeed.initialize` to the engine that obeys it; see `config_hook.configure`."""
-    refuse([*_refusals(block, raw), *of_background(raw)])
+    refuse([*_refusals(block, raw), *of_checkpoints(raw)])
     split = settings_of(block)
     if isinstance(mpu, PipelineParallelGrid) and split is not None:
         automatic = len(split.given) < 3

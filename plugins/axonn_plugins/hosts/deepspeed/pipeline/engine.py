@@ -25,7 +25,7 @@ from axonn_plugins.hosts.common.split_states import split_states
 from axonn_plugins.hosts.common.tensor_parallel import options
 from axonn_plugins.hosts.deepspeed.agreement import compare, refuse_experts
 from axonn_plugins.hosts.deepspeed.checkpoint.staged import StagedCheckpoints
-from axonn_plugins.hosts.deepspeed.engine import choose_sizes
+from axonn_plugins.hosts.deepspeed.engine import choose_sizes, engines
 from axonn_plugins.hosts.deepspeed.pipeline.batch import StageBatches
 from axonn_plugins.hosts.deepspeed.pipeline.stage_split import (
     AXES,
@@ -85,6 +85,10 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
         grid = _own_grid(model) if self._split is None else stage_grid(self._split, model.mpu())
         if config_class.axonn_owner is None and config_class.axonn_stage and _of_doubles(model):
             take_over(config_class, "pipeline")
+        if keywords.get("model_parameters") is not None:
+            # Torch makes no optimizer of nothing, which a script may find to train in a stage; what is frozen is not stepped.
+            frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+            keywords["model_parameters"] = list(keywords["model_parameters"]) or frozen
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             # A function that sorts parameters by their shapes must see them before they are split.
             given = keywords.pop("model_parameters", None)
@@ -112,6 +116,7 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
         self._stashes = Stashes(self._ted.stash) if self._ted is not None and keep else None
         keywords["mpu"] = model.mpu()
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
+        engines.add(self)
         mark(self.module.parameters(), self.mesh, self.optimizer if self._owns else None)
 
     def _problem_with(self, model: PipelineModule, optimizer: Any, block: Axonn) -> str | None:
@@ -214,7 +219,7 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
         trained = [p for p in self.module.parameters() if p.grad is not None]
         self._global_grad_norm = self._gradient_norm(trained).item()
         factor = self.gradient_clipping() / (self._global_grad_norm + 1e-6)
-        if factor < 1:
+        if factor < 1 and trained:
             torch._foreach_mul_([p.grad for p in trained], factor)
 
     def _counts(self, parameter: Tensor) -> bool:

@@ -13,7 +13,7 @@ from axonn_plugins.config import Axonn, ConfigError, TensorParallel, batch
 from axonn_plugins.hosts.deepspeed.sections import (
     Refusal,
     enabled,
-    of_background,
+    of_checkpoints,
     of_halves,
     of_optimizer,
     on,
@@ -181,5 +181,5 @@ def _of_checkpoints(raw: Mapping[str, Any]) -> list[Refusal]:
             section(raw, "checkpoint").get("load_universal", False) is True,
             "checkpoint.load_universal cannot be read into weights split over x, y and z; remove it",
         ),
-        *of_background(raw),
+        *of_checkpoints(raw),
     ]
