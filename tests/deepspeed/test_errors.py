@@ -76,10 +76,6 @@ BLOCKS: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "samo": ({"samo": {}}, ("axonn.samo.sparsity", "missing")),
     "ted key": ({"ted": {"tiles": 2}, "tensor_parallel": {}}, ("axonn.ted.tiles", "tile_size")),
-    "ted tensor": (
-        {"ted": {"tensor": 2}, "tensor_parallel": {"gx": 2, "gy": 2}},
-        ("axonn.ted.tensor = 2", "leave tensor out"),
-    ),
     "pccl algorithm": ({"pccl": {"algorithm": "rings"}}, ("axonn.pccl.algorithm", "rings", "ring", "recursive")),
     "pccl key": ({"pccl": {"interface": ["lo"]}}, ("axonn.pccl.interface", "interfaces")),
     "pccl interfaces": ({"pccl": {"interfaces": []}}, ("axonn.pccl.interfaces", "[]", "eth0")),

@@ -80,6 +80,13 @@ def test_what_no_compiler_traces_does_not_go_with_compile(system: str) -> None:
         compose.check(block)
 
 
+def test_tensor_ranks_of_ted_are_those_of_x_and_y() -> None:
+    compose.check(parse({"tensor_parallel": {"gx": 2, "gy": 2}, "ted": {"tensor": 4}}))
+    for sizes in ({"gx": 2, "gy": 2}, {"gx": "auto"}, {"gz": 2}):
+        with pytest.raises(ConfigError, match=r"axonn.ted.tensor = 2 does not go with .*; leave tensor out"):
+            compose.check(parse({"tensor_parallel": sizes, "ted": {"tensor": 2}}))
+
+
 @pytest.mark.parametrize("key", [{"check_every": 10}, {"trace_steps": [1, 2]}, {"verify_plan": False}])
 def test_what_deepspeed_alone_obeys_is_refused_by_other_hosts(key: dict) -> None:
     for given in ({"gx": 2}, {"gx": 2} | key):
