@@ -14,6 +14,7 @@ import axonn_plugins
 import axonn_plugins.hosts.deepspeed.engine
 from axonn_plugins.config import ConfigError, parse
 from axonn_plugins.hosts.deepspeed.checkpoint.checked import why_unwritten
+from axonn_plugins.hosts.deepspeed.data_efficiency import refuse_dropped_tokens
 from axonn_plugins.hosts.deepspeed.plan_check import one_sentence as plan_sentence
 from axonn_plugins.hosts.deepspeed.spellings import as_understood
 from axonn_plugins.hosts.deepspeed.unit import GridUnit
@@ -185,6 +186,17 @@ def test_an_engines_own_unit_reads_the_configuration() -> None:
     finally:
         deepspeed.DeepSpeedEngine = before
     assert found.activation_checkpointing_config.partition_activations and not hasattr(found, "axonn")
+
+
+def test_tokens_are_left_out_of_whole_sequences_alone() -> None:
+    """With random_ltd, whose layers would count those of a share; its kernel is there on GPUs only."""
+    parsed = SimpleNamespace(data_efficiency_config={"data_routing": {"random_ltd": {"enabled": True}}})
+    for grid, layout in ((Grid(2), "replicated"), (Grid(1, 2, 2), "scattered")):
+        refuse_dropped_tokens(parsed, grid, layout)
+    for grid, remedy in ((Grid(2), "replicated"), (Grid(gz=2, sequence=2), "gz.sequence")):
+        with pytest.raises(ConfigError, match=f"random_ltd leaves tokens of whole sequences out, .*{remedy}") as caught:
+            refuse_dropped_tokens(parsed, grid, "scattered")
+        assert one_sentence(str(caught.value))
 
 
 def test_a_file_that_cannot_be_written_has_its_own_remedy() -> None:

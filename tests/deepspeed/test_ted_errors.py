@@ -110,6 +110,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
         {"use_data_before_expert_parallelism": True},
         "use_data_before_expert_parallelism = true has other ranks share an expert than axonn.ted",
     ),
+    "another engine": (
+        {},
+        {},
+        {"hybrid_engine": {"enabled": True}},
+        "hybrid_engine has an engine of its own; remove it",
+    ),
     "key": ({"tensors": 2}, {}, {}, "axonn.ted.tensors is not a key"),
     "value": ({"stash": "disk"}, {}, {}, 'axonn.ted.stash = "disk" is not known'),
 }

@@ -7,7 +7,8 @@ from typing import Any
 from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from axonn_tp import Mesh
+from axonn_plugins.config import ConfigError
+from axonn_tp import Grid, Mesh
 
 
 def send_to_all(engine: DeepSpeedEngine, mesh: Mesh) -> None:
@@ -25,6 +26,29 @@ def send_to_all(engine: DeepSpeedEngine, mesh: Mesh) -> None:
         return round(mine * samples / readers), round((mine + 1) * samples / readers)
 
     sampler.data_parallel_group, sampler.get_start_end_idx = mesh.group("grid"), part
+
+
+def refuse_dropped_tokens(parsed: Any, grid: Grid, layout: str) -> None:
+    """Refuse random_ltd where a rank has a share of each sequence.
+
+    Args:
+        parsed: DeepSpeed's configuration.
+        grid: of the ranks that hold the model, or a stage of it.
+        layout: of activations.
+
+    Raises:
+        ConfigError: its layers would count, and leave out, tokens of the share.
+    """
+    shared = grid.sequence > 1 or (grid.gx > 1 and layout == "scattered")
+    if shared and parsed.data_efficiency_config["data_routing"]["random_ltd"]["enabled"]:
+        raise ConfigError(
+            "data_efficiency.data_routing.random_ltd leaves tokens of whole sequences out, and ranks have shares of these over "
+            + (
+                "z (gz.sequence); use 1"
+                if grid.sequence > 1
+                else 'x; use axonn.tensor_parallel.layout = "replicated", or gx = 1'
+            )
+        )
 
 
 def parts_with_state(engine: DeepSpeedEngine) -> dict[str, Any]:

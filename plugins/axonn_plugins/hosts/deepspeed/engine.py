@@ -37,7 +37,7 @@ from axonn_plugins.hosts.deepspeed.agreement import (
 )
 from axonn_plugins.hosts.deepspeed.checkpoint.grid import GridCheckpoints
 from axonn_plugins.hosts.deepspeed.clipping import disobey, obey
-from axonn_plugins.hosts.deepspeed.data_efficiency import send_to_all
+from axonn_plugins.hosts.deepspeed.data_efficiency import refuse_dropped_tokens, send_to_all
 from axonn_plugins.hosts.deepspeed.labels import MaskedLabels, mask_of
 from axonn_plugins.hosts.deepspeed.plan_check import check_plan, one_sentence
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch, watch_calls
@@ -176,6 +176,8 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         take_over_whole(config_class, optimizer)
         self._own_states(config_class, optimizer)
         self._axonn = self._settings(block)
+        if self._splits:
+            refuse_dropped_tokens(config_class, grid_for(self._axonn, dist.get_world_size()), self._axonn.layout)
         problem, split = None, Split({})
         try:
             check_by_parameter(optimizer, block.samo is not None)

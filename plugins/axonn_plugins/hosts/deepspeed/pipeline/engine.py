@@ -25,6 +25,7 @@ from axonn_plugins.hosts.common.split_states import split_states
 from axonn_plugins.hosts.common.tensor_parallel import options
 from axonn_plugins.hosts.deepspeed.agreement import compare, refuse_experts
 from axonn_plugins.hosts.deepspeed.checkpoint.staged import StagedCheckpoints
+from axonn_plugins.hosts.deepspeed.data_efficiency import refuse_dropped_tokens
 from axonn_plugins.hosts.deepspeed.engine import choose_sizes, engines
 from axonn_plugins.hosts.deepspeed.pipeline.batch import StageBatches
 from axonn_plugins.hosts.deepspeed.pipeline.stage_split import (
@@ -83,6 +84,8 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
         self._ted, self._split = block.ted, settings_of(block)
         self._stock_experts = self._split is None
         grid = _own_grid(model) if self._split is None else stage_grid(self._split, model.mpu())
+        if self._split is not None:
+            refuse_dropped_tokens(config_class, grid, self._split.layout)
         if config_class.axonn_owner is None and config_class.axonn_stage and _of_doubles(model):
             take_over(config_class, "pipeline")
         if keywords.get("model_parameters") is not None:

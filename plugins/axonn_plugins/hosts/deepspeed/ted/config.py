@@ -9,7 +9,7 @@ import deepspeed
 from deepspeed.runtime.constants import USE_DATA_BEFORE_EXPERT_PARALLEL
 
 from axonn_plugins.config import Axonn, ConfigError, Ted
-from axonn_plugins.hosts.deepspeed.sections import of_checkpoints, refuse, refuse_pipeline, section
+from axonn_plugins.hosts.deepspeed.sections import enabled, of_checkpoints, refuse, refuse_pipeline, section
 from axonn_plugins.hosts.deepspeed.tensor import config as tensor_config
 from axonn_tp import Grid
 from ted_moe import Topology
@@ -19,7 +19,8 @@ def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
     """Check a configuration with the key, and lead `deepspeed.initialize` to the engine that obeys it; see `config_hook.configure`."""
     assert block.ted is not None
     refuse_pipeline("axonn.ted", mpu)
-    refuse(of_checkpoints(raw))
+    hybrid = "hybrid_engine has an engine of its own; remove it, or axonn.ted"
+    refuse([*of_checkpoints(raw), (enabled(raw, "hybrid_engine"), hybrid)])
     if block.tensor_parallel is None:
         mpu = _unit(block.ted, raw, mpu)
     else:
