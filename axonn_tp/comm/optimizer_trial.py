@@ -19,15 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 NOT_ELEMENTWISE = (
-    *("lamb", "lars", "larc", "muon", "muadam", "musgd", "shampoo", "soap", "adafactor", "novograd", "prodigy"),
-    *("dadapt", "onebit", "zerooneadam", "lbfgs", "lorafa"),
-)
+    "lamb lars larc muon muadam musgd shampoo soap adafactor novograd prodigy dadapt onebit zerooneadam lbfgs lorafa"
+).split()
 """Words in the names of optimizers that look at a whole weight matrix, layer or model at once."""
 _ELEMENTS, _STEPS = 4096, 3
-BY_ELEMENT = {
-    getattr(torch.optim, name)
-    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-}
+_NAMES = "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
+BY_ELEMENT = {getattr(torch.optim, name) for name in _NAMES}
 _KERNELS = ("deepspeed", "apex", "transformer_engine", "bitsandbytes")
 _ALIGNED = 64  # so that vector instructions take the same elements together as without tiles
 
@@ -154,20 +151,24 @@ def examine(
         trial = copy_without_state(optimizer) if _of_python(optimizer) else optimizer
         return _two_steps(trial, options, stand_in, gradient, mine)
 
-    peaks, keys = tried(start.clone(), gradient)
-    tried(start[part].clone(), gradient[part])
-    for shape in _full(weights.dim()) if weights.dim() > 1 else ():
-        # Some treat vectors otherwise than matrices, or than convolutions.
-        tried(start.clone().view(shape), gradient.view(shape))
-    alike = torch.allclose(results[0][part], results[1], rtol=1e-5, atol=1e-7)
-    if not (alike and all(torch.allclose(results[0], whole, rtol=1e-5, atol=1e-7) for whole in results[2:])):
+    shapes = _full(weights.dim()) if weights.dim() > 1 else []
+    for shape in shapes:
+        tried(start.clone().view(shape), gradient.view(shape))  # some treat vectors otherwise than matrices
+    try:
+        tried(start[part].clone(), gradient[part])
+        peaks, keys = tried(start.clone(), gradient)
+    except Exception as error:
+        if shapes:
+            raise NotElementwiseError(f"{type(optimizer).__name__} steps whole matrices ({error})") from error
+        raise
+    *wholes, cut, whole = results
+    alike = torch.allclose(whole[part], cut, rtol=1e-5, atol=1e-7)
+    if not (alike and all(torch.allclose(whole, other, rtol=1e-5, atol=1e-7) for other in wholes)):
         raise NotElementwiseError(
             f"{type(optimizer).__name__} is not element-wise: what it does to one weight depends on others, so it cannot work "
             'in tiles; use an optimizer such as Adam, AdamW or SGD, or, where ted alone cuts its step, "tile_size": null there'
         )
-    one = results[0].nbytes
-    first, later = (1 + math.ceil(peak / one - 0.1) for peak in peaks)
-    return StepMemory(first, later, keys)
+    return StepMemory(*(1 + math.ceil(peak / whole.nbytes - 0.1) for peak in peaks), keys)
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
