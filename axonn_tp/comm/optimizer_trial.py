@@ -140,8 +140,7 @@ def examine(
     gradient *= 0.25 + 4 * numbers / _ELEMENTS  # so that a part's mean square is another than that of all
     kept = {key: value for key, value in state.items() if not along(value, weights)}
     moments = {key: value.new_zeros(()) for key, value in state.items() if along(value, weights)}
-    results: list[Tensor] = []
-    part = slice(_ELEMENTS // 8, _ELEMENTS // 2)
+    results, part = list[Tensor](), slice(_ELEMENTS // 8, _ELEMENTS // 2)
 
     def tried(stand_in: Tensor, gradient: Tensor) -> tuple[list[int], frozenset[str]]:
         mine = {key: value.clone() if isinstance(value, Tensor) else value for key, value in kept.items()}
@@ -199,10 +198,12 @@ def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
         return looks_at_whole_matrices(holds)
     try:
         for group in optimizer.param_groups:
-            kinds = {(p.device, torch.promote_types(p.dtype, torch.float32), p.dim()) for p in group["params"]}
-            for device, dtype, dims in kinds:
+            kinds = {(p.device, torch.promote_types(p.dtype, torch.float32), p.dim()): p for p in group["params"]}
+            for (device, dtype, dims), one in kinds.items():
+                known = optimizer.state.get(one, {})  # that it was made with; moments are another's
+                known = {} if any(isinstance(value, Tensor) for value in known.values()) else known
                 with torch.random.fork_rng([]):
-                    examine(optimizer, group, torch.zeros([0] * max(dims, 1), device=device, dtype=dtype), {})
+                    examine(optimizer, group, torch.zeros([0] * max(dims, 1), device=device, dtype=dtype), known)
     except NotElementwiseError:
         return True
     except Exception as error:
@@ -242,8 +243,7 @@ def _stirred(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_python(optimizer: torch.optim.Optimizer) -> bool:
     """False if another library's kernel steps, or something ends with the optimizer, which a copy would end too."""
-    kind = type(optimizer)
-    return kind.__module__.partition(".")[0] not in _KERNELS and not hasattr(kind, "__del__")
+    return type(optimizer).__module__.partition(".")[0] not in _KERNELS and not hasattr(type(optimizer), "__del__")
 
 
 def copy_without_state(

@@ -320,11 +320,15 @@ class Bounded(Signs):
 
 
 class Projected(Signs):
-    """Whose step is of low rank, as GaLore's and APOLLO's; vectors are an error to it."""
+    """Whose step is of low rank, as GaLore's and APOLLO's; vectors are an error to it, and it is made with a seed for each parameter."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
+        super().__init__(parameters, lr)
+        self.state.update({p: {"seed": number} for number, p in enumerate(self.param_groups[0]["params"])})
 
     def direction(self, p: torch.Tensor) -> torch.Tensor:
         assert p.grad is not None
-        first = torch.linalg.svd(p.grad, full_matrices=False)[0][:, :1]
+        first = torch.linalg.svd(p.grad, full_matrices=False)[0][:, self.state[p]["seed"] :][:, :1]
         return first @ (first.T @ p.grad)
 
 
