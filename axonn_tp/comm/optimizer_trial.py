@@ -87,6 +87,9 @@ def make_optimizer(
             "lambda groups: torch.optim.AdamW(groups, lr=1e-3)"
         )
     _refuse_inner(optimizer)
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):  # schedule-free ones
+        said = f"{type(optimizer).__name__} puts other weights into parameters to evaluate, by its train() and eval(), and has parts of them here"
+        raise ValueError(f"{said}; use it at ZeRO-0 in float32, without what cuts its step, or another such as AdamW")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ValueError(
@@ -249,12 +252,7 @@ def _of_python(optimizer: torch.optim.Optimizer) -> bool:
 def copy_without_state(
     optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]] = ()
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same kind and settings, also those that are attributes alone, without states, hooks and schedulers.
-
-    Args:
-        optimizer: left as it is.
-        groups: of the copy.
-    """
+    """An optimizer over `groups` of the same kind and settings, also those that are attributes, without states, hooks and schedulers."""
     made = object.__new__(type(optimizer))  # `copy.copy` leaves out what torch does not pickle
     vars(made).update(
         {key: copy.copy(one) if isinstance(one, dict | list) else one for key, one in vars(optimizer).items()}

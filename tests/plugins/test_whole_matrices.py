@@ -410,6 +410,22 @@ def test_a_step_that_vectors_are_an_error_to_is_one_of_whole_matrices() -> None:
     assert depends_on_others(Projected([nn.Parameter(torch.ones(3, 4))]))
 
 
+class Switching(Signs):
+    """Which evaluates other weights, as schedule-free optimizers do."""
+
+    def train(self) -> None:
+        """Nothing here."""
+
+    eval = train
+
+
+def test_an_optimizer_that_evaluates_other_weights_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=re.escape("Switching puts other weights into parameters to evaluate, by its train()")
+    ):
+        FlatOptimizer(Switching, model())
+
+
 def test_a_trial_makes_no_step_of_another_optimizer() -> None:
     weights = nn.Parameter(torch.ones(3, 4))
     weights.grad = torch.ones(3, 4)
