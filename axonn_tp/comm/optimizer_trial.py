@@ -19,15 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 NOT_ELEMENTWISE = (
-    *("lamb", "lars", "larc", "muon", "muadam", "musgd", "shampoo", "soap", "adafactor", "novograd", "prodigy"),
-    *("dadapt", "onebit", "zerooneadam", "lbfgs", "lorafa"),
-)
+    "lamb lars larc muon muadam musgd shampoo soap adafactor novograd prodigy dadapt onebit zerooneadam lbfgs lorafa"
+).split()
 """Words in the names of optimizers that look at a whole weight matrix, layer or model at once."""
 _ELEMENTS, _STEPS = 4096, 3
-BY_ELEMENT = {
-    getattr(torch.optim, name)
-    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-}
+_NAMES = "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
+BY_ELEMENT = {getattr(torch.optim, name) for name in _NAMES}
 _KERNELS = ("deepspeed", "apex", "transformer_engine", "bitsandbytes")
 _ALIGNED = 64  # so that vector instructions take the same elements together as without tiles
 
@@ -90,6 +87,9 @@ def make_optimizer(
             "lambda groups: torch.optim.AdamW(groups, lr=1e-3)"
         )
     _refuse_inner(optimizer)
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):  # schedule-free ones
+        said = f"{type(optimizer).__name__} puts other weights into parameters to evaluate, by its train() and eval(), and has parts of them here"
+        raise ValueError(f"{said}; use it at ZeRO-0 in float32, without what cuts its step, or another such as AdamW")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ValueError(
@@ -143,8 +143,7 @@ def examine(
     gradient *= 0.25 + 4 * numbers / _ELEMENTS  # so that a part's mean square is another than that of all
     kept = {key: value for key, value in state.items() if not along(value, weights)}
     moments = {key: value.new_zeros(()) for key, value in state.items() if along(value, weights)}
-    results: list[Tensor] = []
-    part = slice(_ELEMENTS // 8, _ELEMENTS // 2)
+    results, part = list[Tensor](), slice(_ELEMENTS // 8, _ELEMENTS // 2)
 
     def tried(stand_in: Tensor, gradient: Tensor) -> tuple[list[int], frozenset[str]]:
         mine = {key: value.clone() if isinstance(value, Tensor) else value for key, value in kept.items()}
@@ -154,20 +153,24 @@ def examine(
         trial = copy_without_state(optimizer) if _of_python(optimizer) else optimizer
         return _two_steps(trial, options, stand_in, gradient, mine)
 
-    peaks, keys = tried(start.clone(), gradient)
-    tried(start[part].clone(), gradient[part])
-    for shape in _full(weights.dim()) if weights.dim() > 1 else ():
-        # Some treat vectors otherwise than matrices, or than convolutions.
-        tried(start.clone().view(shape), gradient.view(shape))
-    alike = torch.allclose(results[0][part], results[1], rtol=1e-5, atol=1e-7)
-    if not (alike and all(torch.allclose(results[0], whole, rtol=1e-5, atol=1e-7) for whole in results[2:])):
+    shapes = _full(weights.dim()) if weights.dim() > 1 else []
+    for shape in shapes:
+        tried(start.clone().view(shape), gradient.view(shape))  # some treat vectors otherwise than matrices
+    try:
+        tried(start[part].clone(), gradient[part])
+        peaks, keys = tried(start.clone(), gradient)
+    except Exception as error:
+        if shapes:
+            raise NotElementwiseError(f"{type(optimizer).__name__} steps whole matrices ({error})") from error
+        raise
+    *wholes, cut, whole = results
+    alike = torch.allclose(whole[part], cut, rtol=1e-5, atol=1e-7)
+    if not (alike and all(torch.allclose(whole, other, rtol=1e-5, atol=1e-7) for other in wholes)):
         raise NotElementwiseError(
             f"{type(optimizer).__name__} is not element-wise: what it does to one weight depends on others, so it cannot work "
             'in tiles; use an optimizer such as Adam, AdamW or SGD, or, where ted alone cuts its step, "tile_size": null there'
         )
-    one = results[0].nbytes
-    first, later = (1 + math.ceil(peak / one - 0.1) for peak in peaks)
-    return StepMemory(first, later, keys)
+    return StepMemory(*(1 + math.ceil(peak / whole.nbytes - 0.1) for peak in peaks), keys)
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
@@ -198,10 +201,12 @@ def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
         return looks_at_whole_matrices(holds)
     try:
         for group in optimizer.param_groups:
-            kinds = {(p.device, torch.promote_types(p.dtype, torch.float32), p.dim()) for p in group["params"]}
-            for device, dtype, dims in kinds:
+            kinds = {(p.device, torch.promote_types(p.dtype, torch.float32), p.dim()): p for p in group["params"]}
+            for (device, dtype, dims), one in kinds.items():
+                known = optimizer.state.get(one, {})  # that it was made with; moments are another's
+                known = {} if any(isinstance(value, Tensor) for value in known.values()) else known
                 with torch.random.fork_rng([]):
-                    examine(optimizer, group, torch.zeros([0] * max(dims, 1), device=device, dtype=dtype), {})
+                    examine(optimizer, group, torch.zeros([0] * max(dims, 1), device=device, dtype=dtype), known)
     except NotElementwiseError:
         return True
     except Exception as error:
@@ -241,19 +246,13 @@ def _stirred(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_python(optimizer: torch.optim.Optimizer) -> bool:
     """False if another library's kernel steps, or something ends with the optimizer, which a copy would end too."""
-    kind = type(optimizer)
-    return kind.__module__.partition(".")[0] not in _KERNELS and not hasattr(kind, "__del__")
+    return type(optimizer).__module__.partition(".")[0] not in _KERNELS and not hasattr(type(optimizer), "__del__")
 
 
 def copy_without_state(
     optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]] = ()
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same kind and settings, also those that are attributes alone, without states, hooks and schedulers.
-
-    Args:
-        optimizer: left as it is.
-        groups: of the copy.
-    """
+    """An optimizer over `groups` of the same kind and settings, also those that are attributes, without states, hooks and schedulers."""
     made = object.__new__(type(optimizer))  # `copy.copy` leaves out what torch does not pickle
     vars(made).update(
         {key: copy.copy(one) if isinstance(one, dict | list) else one for key, one in vars(optimizer).items()}

@@ -319,6 +319,19 @@ class Bounded(Signs):
         return p.grad / square.sqrt() / most
 
 
+class Projected(Signs):
+    """Whose step is of low rank, as GaLore's and APOLLO's; vectors are an error to it, and it is made with a seed for each parameter."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-2) -> None:
+        super().__init__(parameters, lr)
+        self.state.update({p: {"seed": number} for number, p in enumerate(self.param_groups[0]["params"])})
+
+    def direction(self, p: torch.Tensor) -> torch.Tensor:
+        assert p.grad is not None
+        first = torch.linalg.svd(p.grad, full_matrices=False)[0][:, self.state[p]["seed"] :][:, :1]
+        return first @ (first.T @ p.grad)
+
+
 def _note(calls: list[Any], *given: Any) -> None:
     calls.append(given)
 
@@ -391,6 +404,26 @@ def test_an_optimizer_that_cannot_step_parameters_one_after_another_is_refused(k
     said = "steps by an optimizer that it holds (SGD)" if kind is Around else "cannot step parameters one after another"
     with pytest.raises(ValueError, match=re.escape(f"{kind.__name__} {said}")):
         FlatOptimizer(kind, model())
+
+
+def test_a_step_that_vectors_are_an_error_to_is_one_of_whole_matrices() -> None:
+    assert depends_on_others(Projected([nn.Parameter(torch.ones(3, 4))]))
+
+
+class Switching(Signs):
+    """Which evaluates other weights, as schedule-free optimizers do."""
+
+    def train(self) -> None:
+        """Nothing here."""
+
+    eval = train
+
+
+def test_an_optimizer_that_evaluates_other_weights_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=re.escape("Switching puts other weights into parameters to evaluate, by its train()")
+    ):
+        FlatOptimizer(Switching, model())
 
 
 def test_a_trial_makes_no_step_of_another_optimizer() -> None:
