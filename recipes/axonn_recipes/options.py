@@ -11,6 +11,8 @@ from axonn_plugins.cli.options import check_folder, read
 from axonn_plugins.config import ConfigError
 from axonn_tp import Grid
 
+_MOST = 10**9
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -64,7 +66,7 @@ def read_scaled(kind: type[Kind], arguments: Sequence[str], prog: str, of: Calla
 
 
 def at_least_one(options: Any, *names: str) -> None:
-    """Refuse numbers that are not positive.
+    """Refuse numbers that are not positive, or of which nothing can be counted.
 
     Args:
         options: has the numbers as attributes.
@@ -74,10 +76,9 @@ def at_least_one(options: Any, *names: str) -> None:
         ConfigError: the first.
     """
     for name in names:
-        if getattr(options, name) < 1:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(options, name)} is not at least 1; give a positive number"
-            )
+        if not 1 <= getattr(options, name) <= _MOST:
+            wrong = "is not at least 1" if getattr(options, name) < 1 else f"is more than {_MOST:,}"
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)} {wrong}; give a positive number")
 
 
 def heads_fit(hidden: int, heads: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from axonn_plugins.cluster.launch import RankFailed
+from axonn_plugins.hosts.common import complete
 from axonn_plugins.optim.flat import FlatOptimizer
 from axonn_tp import layout_of
-from axonn_tp.checkpoint import load
+from axonn_tp.checkpoint import files, load, sums
 from axonn_tp.comm.collectives import whole_parameter
 from tests.deepspeed.scripts import one_sentence
 from tests.deepspeed.training import Case, attempt, start, train, two_groups
@@ -170,6 +172,22 @@ def test_killed_while_saving(when: str, killed: tuple[Path, list[dict[str, Any]]
         if second is not None:
             assert rank["tag"][1] == second
     assert (folder / when / "latest").read_text() == "one"
+
+
+@pytest.mark.parametrize(("step", "chosen"), [("take_place", None), ("replace", "one"), ("", "one")])
+def test_killed_while_the_first_one_is_named(
+    step: str, chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "one.incomplete").mkdir()
+    with monkeypatch.context() as patch:
+        if step:
+            patch.setattr(Path if step == "replace" else files, step, die)
+        with pytest.raises(KeyboardInterrupt) if step else nullcontext():
+            complete._rename(tmp_path, "one", sums.sums_of([], []), True)
+    assert complete._chosen(tmp_path, None) == chosen
 
 
 def variant(name: str, stage: int, grid: str) -> Case:

@@ -125,7 +125,12 @@ def without_norm(block: dict[str, Any]) -> bool:
     found = []
     for wanted in (True, False):
         zero = {"stage": 2, "compute_grad_norm": wanted, "overlap_comm": True, "reduce_bucket_size": 1000}
-        keys = {"zero_optimization": zero, "managed_gradient_accumulation": wanted, "gradient_clipping": 0.0}
+        # Below 0 DeepSpeed does not clip, either.
+        keys = {
+            "zero_optimization": zero,
+            "managed_gradient_accumulation": wanted,
+            "gradient_clipping": float(wanted) - 1,
+        }
         engine = engine_of(block, bf16=False, keys=keys)
         step(engine)
         found.append((weights(engine), engine.get_global_grad_norm()))

@@ -209,6 +209,10 @@ WRONG = {
     "two-impls": ([*ON, "axonn3d"], "--tensor-model-parallel-impl is followed by axonn3d, a value too many"),
     "switch-value": ([*ON, "--axonn-tune-matmuls", "yes"], "--axonn-tune-matmuls is followed by yes"),
     "switch-equals": ([*ON, "--axonn-tune-matmuls=yes"], "--axonn-tune-matmuls takes no value; leave =yes out"),
+    "rampup from too few": (
+        [*ON, "--axonn-gz", "4", "--rampup-batch-size", "4", "4", "100", "--decrease-batch-size-if-needed"],
+        "--rampup-batch-size 4 is less than .* use a multiple of 16",
+    ),
     "rampup": (
         [*ON, "--axonn-gz", "4", "--rampup-batch-size", "4", "4", "100"],
         "--rampup-batch-size 4 does not divide by .* use a multiple of 16",

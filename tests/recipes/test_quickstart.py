@@ -244,6 +244,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path, capsys: pyte
         (["--batch", "31"], "train_batch_size = 31 does not divide"),
         (["--hidden", "250"], "--hidden 250 does not divide into --heads 8"),
         (["--steps", "0"], "--steps 0 is not at least 1"),
+        (["--context", f"{10**20}"], f"--context {10**20} is more than 1,000,000,000"),
         (["--data", "nowhere"], "--data nowhere does not exist"),
         (["--resume"], "--resume finds no run"),
         (["--gy", "3", "--gz", "1", "--gx", "1", "--ranks", "3"], "256 features do not divide by gy = 3"),

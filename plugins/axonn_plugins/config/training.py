@@ -1,4 +1,4 @@
-"""Mistakes in DeepSpeed's sections on the optimizer and its schedule, whoever reads them."""
+"""Mistakes in DeepSpeed's sections on the optimizer, its schedule and clipping, whoever reads them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ _USUAL = {"optimizer": "AdamW", "scheduler": "WarmupLR"}
 
 def mistakes(raw: Mapping[str, Any]) -> Iterator[str]:
     """Sentences on values that are none; "auto", which hosts fill in, is one."""
+    clip = raw.get("gradient_clipping")
+    if isinstance(clip, list) or not _is_number(clip):
+        yield f"gradient_clipping = {_told(clip)} is not a number; write one without quotes"
     for name, numbers in _NUMBERS.items():
         found = raw.get(name)
         params = found.get("params") if isinstance(found, Mapping) else None

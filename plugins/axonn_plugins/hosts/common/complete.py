@@ -119,10 +119,11 @@ def _rename(folder: Path, tag: str, written: sums.Sums, save_latest: bool) -> No
         sums.put(aside / _IS_LATEST, "")
     sums.seal(aside, written, MANIFEST, MARKER)
     sums.flush(aside)
+    note = folder / f"{_LATEST}{_ASIDE}"
+    if save_latest:
+        sums.put(note, tag)
     files.take_place(aside, folder / tag, replaced, _OWN)
     if save_latest:
-        note = folder / f"{_LATEST}{_ASIDE}"
-        sums.put(note, tag)
         note.replace(folder / _LATEST)
         sums.flush(folder)
         for name in _marked(folder) - {tag}:
@@ -131,7 +132,8 @@ def _rename(folder: Path, tag: str, written: sums.Sums, save_latest: bool) -> No
 
 def _marked(folder: Path) -> set[str]:
     """The checkpoint that ``latest`` names; with the one before where a save died between the two."""
-    return {found.parent.name.removesuffix(_REPLACED) for found in folder.glob(f"*/{_IS_LATEST}")}
+    names = (found.parent.name.removesuffix(_REPLACED) for found in folder.glob(f"*/{_IS_LATEST}"))
+    return {name for name in names if not name.endswith(_ASIDE)}
 
 
 def find(load_dir: str, tag: str | None) -> str | None:
@@ -167,6 +169,9 @@ def _chosen(folder: Path, tag: str | None) -> str | None:
         latest, marked = folder / _LATEST, _marked(folder)
         if not latest.is_file() and not marked:
             return None
+        note = folder / f"{_LATEST}{_ASIDE}"
+        if not latest.is_file() and note.is_file() and note.read_text(errors="replace") in marked:
+            latest = note  # the first save was killed between the two names
         tag = latest.read_text(errors="replace").strip() if latest.is_file() else ""
         if marked and tag not in marked:
             raise ConfigError(

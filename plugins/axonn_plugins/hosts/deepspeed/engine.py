@@ -321,7 +321,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
             self._global_grad_norm = norm.item()
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
-        if not self._owns and not self.gradient_clipping():
+        if not self._owns and not self.gradient_clipping() > 0:
             self._global_grad_norm = grad_norm(self.module.parameters(), self.mesh).item()
         super()._take_model_step(lr_kwargs)
         self._summed = False

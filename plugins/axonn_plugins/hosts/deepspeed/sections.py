@@ -87,7 +87,7 @@ def of_halves(raw: Mapping[str, Any]) -> list[Refusal]:
 def of_old_forms(raw: Mapping[str, Any]) -> list[Refusal]:
     """Refusals of names that DeepSpeed has given up but still reads, which the checks of the block would not see, and of values of other kinds."""
     zero = raw.get("zero_optimization")
-    stage = section(raw, "zero_optimization").get("stage")
+    stage = section(raw, "zero_optimization").get("stage", 0)
     old = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
     return [
         (
@@ -116,7 +116,7 @@ def of_old_forms(raw: Mapping[str, Any]) -> list[Refusal]:
         ],
         *[(True, mistake) for mistake in training.mistakes(raw)],
         (
-            stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)),
+            isinstance(stage, bool) or stage not in (0, 1, 2, 3),
             f"zero_optimization.stage = {json.dumps(stage, default=str)} is not 0, 1, 2 or 3; correct it",
         ),
         (

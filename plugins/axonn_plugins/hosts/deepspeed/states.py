@@ -162,7 +162,7 @@ class OwnStates(CheckedCheckpoints):
             names,
             self._own_key,
             loss_scaler(self),
-            self.gradient_clipping() or (0.0 if self._wants_norm else None),
+            max(self.gradient_clipping() or 0.0, 0.0) or (0.0 if self._wants_norm else None),
             self._reduces,
             **self.composition.settings(trained, names) | self._configured(trained, self._own_block.offload_optimizer),
         )

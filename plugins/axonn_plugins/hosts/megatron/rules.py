@@ -337,13 +337,13 @@ def _of_z(args: Any, settings: Settings) -> str:
 def _check_batch(args: Any, settings: Settings) -> None:
     """The same that Megatron asserts later, in our words: of its data-parallel ranks, some are our z."""
     at_once = args.micro_batch_size * args.data_parallel_size
-    if getattr(args, "decrease_batch_size_if_needed", False):
-        return
+    less = getattr(args, "decrease_batch_size_if_needed", False)
     sizes = [("--global-batch-size", args.global_batch_size)]
-    sizes += [("--rampup-batch-size", int(size)) for size in (getattr(args, "rampup_batch_size", None) or ())[:2]]
+    ramp = getattr(args, "rampup_batch_size", None) or ()
+    sizes += [("--rampup-batch-size", int(size)) for size in ramp[: 1 if less else 2]]
     for flag, size in sizes:
-        if size % at_once:
+        if size < at_once if less else size % at_once:
             raise ConfigError(
-                f"{flag} {size} does not divide by --micro-batch-size {args.micro_batch_size} times the {args.data_parallel_size} "
-                f"data-parallel ranks, {_of_z(args, settings)}; use a multiple of {at_once}"
+                f"{flag} {size} {'is less than' if less else 'does not divide by'} --micro-batch-size {args.micro_batch_size} times the "
+                f"{args.data_parallel_size} data-parallel ranks, {_of_z(args, settings)}; use a multiple of {at_once}"
             )
