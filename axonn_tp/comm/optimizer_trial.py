@@ -170,7 +170,8 @@ def examine(
             f"{type(optimizer).__name__} is not element-wise: what it does to one weight depends on others, so it cannot work "
             'in tiles; use an optimizer such as Adam, AdamW or SGD, or, where ted alone cuts its step, "tile_size": null there'
         )
-    return StepMemory(*(1 + math.ceil(peak / whole.nbytes - 0.1) for peak in peaks), keys)
+    first, later = (1 + math.ceil(peak / whole.nbytes - 0.1) for peak in peaks)
+    return StepMemory(first, later, keys)
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
