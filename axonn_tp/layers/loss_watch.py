@@ -112,7 +112,7 @@ def first_not_summed(losses: Iterable[Tensor], model: nn.Module) -> str | None:
     shards: dict[Any, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, SplitWeight) and module.gathers.options.compile:
-            return None  # what was compiled is one node
+            return None  # traced collectives are no functions of ours
         if isinstance(module, Split):
             for own, parameter in module.named_parameters(recurse=False):
                 layout = module.layouts.get(own)
@@ -127,7 +127,7 @@ def first_not_summed(losses: Iterable[Tensor], model: nn.Module) -> str | None:
         if variable is not None:
             if use not in ("sum", "element") and variable in shards:
                 found.add(shards[variable])
-        elif not _of_the_suite(node):
+        elif node.name() not in _OURS and not _of_the_suite(node):
             after = _use_below(node, use)
             new = {(each, after) for each, _ in node.next_functions if each is not None} - seen
             seen |= new
