@@ -31,6 +31,18 @@ _EACH = {
     *(f"Clamp{kind}Backward{number}" for kind in ("", "Min", "Max") for number in (0, 1)),
 }
 """What makes an element of one element."""
+_MIXES = {
+    *(
+        f"{name}Backward0"
+        for name in ("Norm", "LinalgVectorNorm", "LinalgSvd", "Mean", "Var", "Std", "Amax", "Logsumexp")
+    ),
+    *(
+        f"{name}Backward0"
+        for name in ("Mm", "Bmm", "T", "Transpose", "Permute", "Expand", "Select", "Slice", "Diagonal")
+    ),
+    *("MeanBackward1", "SumBackward1"),
+}
+"""What penalties on weights are made of beside, and what a split model gives is not: a function of a layer, a collective, is below that."""
 
 
 class LossWatch:
@@ -105,15 +117,11 @@ def first_mixed_shard(losses: Iterable[Tensor], model: nn.Module) -> str | None:
                 shards[parameter] = f"{prefix}.{own}" if prefix else own
     for term in _terms(loss.grad_fn for loss in losses if shards):
         nodes = list(_below(term))
-        if any(
-            getattr(getattr(type(node), "_forward_cls", None), "__module__", "").startswith("axonn_tp.")
-            for node in nodes
-        ):
-            continue  # of what the model gives
         read = [shards[leaf] for node in nodes if (leaf := getattr(node, "variable", None)) in shards]
-        inner = (node.name() for node in nodes if node is not term and not hasattr(node, "variable"))
+        inner = {node.name() for node in nodes if node is not term and not hasattr(node, "variable")}
         sums = term.name() in _SUMS or getattr(term, "_saved_ord", None) == 1
-        if read and not (sums and _EACH.issuperset(inner)):
+        of_weights = (_EACH | _MIXES | _SUMS | _JOINS).issuperset({*inner, term.name()})
+        if read and of_weights and not (sums and inner <= _EACH):
             return read[0]
     return None
 
