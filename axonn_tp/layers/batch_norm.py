@@ -38,8 +38,8 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if split_of(input) is not None:
             raise ValueError(
-                f"{type(self).__name__} reads an activation that is split over x or y, and would see a part of each sample; use "
-                'layout = "replicated", or "whole_tokens" on the embedding'
+                f"{type(self).__name__} reads an activation that is split over x or y, and would see a part of each sample; where tokens are split use "
+                'layout = "replicated", or "whole_tokens" on the embedding; where features are, leave the embedding, or the pair around it, out of the plan'
             )
         wide = input if input.dtype == torch.float64 else input.float()
         shape = (1, -1, *(1 for _ in range(input.dim() - 2)))

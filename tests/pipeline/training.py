@@ -271,7 +271,9 @@ def serial(case: Case, replicas: int, steps: Sequence[int] | None = None) -> tup
     if case.optimizer == "SGD":
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     elif case.samo is not None:
-        masks = samo.magnitude(model, case.samo["sparsity"], case.samo.get("scope", "layer"))
+        masks = samo.magnitude(
+            model, case.samo["sparsity"], case.samo.get("scope", "layer"), exclude=case.samo.get("exclude")
+        )
         optimizer = samo.Optimizer(
             lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1),
             model,

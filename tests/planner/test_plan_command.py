@@ -191,12 +191,17 @@ def test_a_fit_is_not_begun_that_cannot_be_written(capsys):
     )
 
 
-@pytest.mark.parametrize("option", ["--ted experts=4", "--interleave = 2", "--mode paper"])
-def test_sizes_of_grids_beside_what_grids_do_not_know(option, capsys):
-    code, _, err = run(
-        f"plan --model gpt-5b --machine a100 --gpus 8 --batch 8 --fix gz=4 {option.replace(' = ', ' ')}", capsys
-    )
-    assert code == 2 and f"names gz, sizes of --strategy axonn, with which {option} is not modelled; use n1" in err
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--ted experts=4", "with which --ted experts=4 is not modelled; use n1"),
+        ("--interleave 2", "with which --interleave = 2 is not modelled; use n1"),
+        ("--mode paper", "which --mode paper compares with no other; give --strategy axonn, too"),
+    ],
+)
+def test_sizes_of_grids_beside_what_grids_do_not_know(option, words, capsys):
+    code, _, err = run(f"plan --model gpt-5b --machine a100 --gpus 8 --batch 8 --fix gz=4 {option}", capsys)
+    assert code == 2 and f"names gz, sizes of --strategy axonn, {words}" in err
 
 
 def test_wrong_tokens_per_batch(capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from typing import get_args
@@ -99,3 +100,27 @@ def test_what_deepspeed_alone_obeys_is_refused_by_other_hosts(key: dict) -> None
             ConfigError, match=rf"axonn: {[*key][0]} = .* is obeyed by DeepSpeed's engines alone; leave it out"
         ):
             refuse_keys_of_deepspeed(block, "axonn: ")
+
+
+@pytest.mark.parametrize(
+    ("block", "sentence"),
+    [
+        ({"pccl": {"silence": "30"}}, 'axonn.pccl.silence = "30" is not a number of at least 1 and at most 86400;'),
+        (
+            {"samo": {"sparsity": 0.5, "pruner": {"random": {"seed": -1}}}},
+            "axonn.samo.pruner.random.seed = -1 is not an integer of at least 0 and below 2147483648;",
+        ),
+        (
+            {"samo": {"sparsity": 0.5, "regrow": {"end_step": 9, "fraction": 0}}},
+            "axonn.samo.regrow.fraction = 0 is not a number above 0 and at most 1;",
+        ),
+        ({"ted": {"expert": 0}}, 'axonn.ted.expert = 0 is not an integer of at least 1, or "auto";'),
+        (
+            {"tensor_parallel": {"gz": {"sequence": 2, "bach": 1}}},
+            'axonn.tensor_parallel.gz.bach is not a key; use "batch", or another of batch, sequence',
+        ),
+    ],
+)
+def test_numbers_and_keys_that_are_allowed_are_those_of_the_key(block: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        parse(block)

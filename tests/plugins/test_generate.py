@@ -75,7 +75,10 @@ def test_draws_are_of_the_likeliest_tokens() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--tokens", "40"], "--prompt has 5 tokens, and with --tokens = 40 there must be 1 to 32"),
+        (
+            ["--tokens", "40"],
+            "--prompt has 5 tokens, which with --tokens = 40 are more than the 32 that the model knows",
+        ),
         (["--top-p", "0"], "--top-p = 0.0 is not above 0"),
         (["--seed", str(2**70)], "--seed = 1180591620717411303424 is not"),
         (["--gz", "0"], "--gz = 0 is not a number from 1"),

@@ -25,7 +25,7 @@ from axonn_plugins.config.pipeline import Pipeline
 from axonn_plugins.config.samo import EarlyBird, Heads, Pruner, Random, Regrow, Samo, Schedule, Snip
 from axonn_plugins.config.systems import REGISTERED
 from axonn_plugins.config.ted import Ted
-from axonn_plugins.config.tensor_parallel import Layer, TensorParallel
+from axonn_plugins.config.tensor_parallel import Layer, SharedZ, TensorParallel
 
 
 class Axonn(Block):
@@ -101,6 +101,7 @@ def _check_version(block: Mapping[str, Any]) -> None:
 _CLASSES: dict[str, type[Block]] = {
     "tensor_parallel": TensorParallel,
     "plan": Layer,
+    "gz": SharedZ,
     "pccl": Pccl,
     "samo": Samo,
     "ted": Ted,
@@ -149,12 +150,33 @@ def _sentence(error: Any) -> str:
         allowed = [str(choice) for choice in get_args(block.model_fields[str(location[-1])].annotation)]
         return f"{path} = {shown} is not known; use {_nearest(str(value), allowed)}"
     allowed_text = {
-        "int_type": "an integer of at least 1",
-        "greater_than_equal": "an integer of at least 1",
         "bool_type": "true or false",
         "string_type": "a string",
-    }.get(kind, error["msg"])
+        "string_too_short": "a string that is not empty",
+        "list_type": "a list of strings",
+    }.get(kind) or (_number(block, str(location[-1])) if kind in _OF_NUMBERS else error["msg"])
     return f"{path} = {shown} is not {allowed_text}; correct its value"
+
+
+_OF_NUMBERS = (
+    *("int_type", "int_from_float", "float_type", "finite_number"),
+    *("greater_than", "greater_than_equal", "less_than", "less_than_equal"),
+)
+_LIMITS = {
+    "minimum": "of at least",
+    "exclusiveMinimum": "above",
+    "maximum": "at most",
+    "exclusiveMaximum": "below",
+}
+
+
+def _number(block: type[Block], key: str) -> str:
+    """The numbers that a key takes."""
+    found = block.model_json_schema()["properties"].get(key, {"type": "integer", "minimum": 1})
+    found = next((one for one in found.get("anyOf", ()) if one.get("type") in ("integer", "number")), found)
+    limits = [f"{words} {found[name]:.10g}" for name, words in _LIMITS.items() if name in found]
+    what = "an integer" if found.get("type") == "integer" else "a number"
+    return f"{what} {' and '.join(limits)}".rstrip()
 
 
 def _nearest(word: str, known: list[str]) -> str:

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from axonn_plugins.config.base import Block, Size
+from axonn_plugins.config.tensor_parallel import GridSize
 
 
 class Ted(Block):
@@ -16,7 +17,7 @@ class Ted(Block):
     hidden states, expert indices and weights.
     """
 
-    expert: Size | Literal["auto"] = Field(
+    expert: GridSize = Field(
         "auto",
         description="Ranks that have different experts. By default what DeepSpeed's layers say (ep_size); for other models' experts the largest "
         "number that divides the experts and the ranks that read different data.",

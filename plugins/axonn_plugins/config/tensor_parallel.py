@@ -241,7 +241,10 @@ class TensorParallel(Block):
     @model_validator(mode="after")
     def _shared(self) -> TensorParallel:
         if self.sequence > 1 and len(self.given) < 3:
-            raise PydanticCustomError("shared", 'sizes as numbers: gz.sequence does not go with gx or gy = "auto"')
+            raise PydanticCustomError(
+                "shared",
+                'a grid of numbers: gz.sequence does not go with gx or gy = "auto", which "plan": "planner" also makes of those that are left out',
+            )
         return self
 
     @field_validator("trace_steps", mode="before")

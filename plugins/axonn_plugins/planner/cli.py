@@ -263,11 +263,11 @@ def _strategies(given: str | None, mode: Mode, fixed: dict[str, int], setting: S
         one for one in EVERY if name == one or (name == "all" and knows[one] and not (one == "axonn" and apart))
     )
     if not found:
-        why = (
-            f"--ted experts={setting.experts}"
-            if setting.experts
-            else _other_schedule(setting) or more or f"--mode {mode}"
-        )
+        why = f"--ted experts={setting.experts}" if setting.experts else _other_schedule(setting) or more
+        if not why:
+            raise ConfigError(
+                f"--fix names {', '.join(fixed)}, sizes of --strategy axonn, which --mode {mode} compares with no other; give --strategy axonn, too"
+            )
         raise ConfigError(
             f"--fix names {', '.join(fixed)}, sizes of --strategy axonn, with which {why} is not modelled; use {', '.join(values.PIPELINED)}, or "
             "leave one of the two out"

@@ -14,7 +14,7 @@ from axonn_plugins.planner import files
 from axonn_plugins.planner.setting import Setting
 
 _OTHER_SPLITS = {
-    "sequence_parallel_size": "splits sequences by all-to-alls, which is not modelled; use axonn.tensor_parallel.gz in its place",
+    "sequence_parallel_size": "splits sequences by all-to-alls, which is not modelled; use axonn.tensor_parallel.gz.sequence in its place",
     "expert_parallel": "deals out experts in a way that is not modelled; use axonn.ted",
 }
 _AUTO = "auto"
@@ -57,7 +57,7 @@ def read(name: str, gpus: int, samples: int | None, stages: int | None, setting:
         ConfigError: it cannot be read, or would be refused on so many GPUs.
     """
     raw = files.read("--check", Path(name))
-    given = config.parse(raw["axonn"]) if "axonn" in raw else config.parse({})
+    given = config.parse({} if raw.get("axonn") is None else raw["axonn"])
     compose.check(given)
     for mistake in training.mistakes(raw):
         raise ConfigError(mistake)

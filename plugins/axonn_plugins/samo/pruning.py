@@ -95,21 +95,22 @@ class Pruning:
         return result
 
     def _prepare(self, trained: set[nn.Parameter]) -> None:
-        block, problem = self.block, None
+        block = self.block
         if block.mask is not None:
             self._read()
             return
-        shapes = {name: layout_of(parameter).serial_shape for name, parameter in self.parameters.items()}
-        try:
-            found = targets(self._prunable(), self._include, block.exclude, shapes)
-            self._targets = {name: parameter for name, parameter in found.items() if parameter in trained}
-            if not self._targets:
-                problem = "include and exclude leave no parameter to prune; correct the patterns"
-        except ValueError as error:
-            problem = str(error)
-        # Patterns need not fit every stage.
-        if all(other is not None for other in _everyone(problem)):
-            raise ValueError(problem)
+        prunable = self._prunable()
+        shapes = {name: layout_of(parameter).serial_shape for name, parameter in prunable}
+        # Patterns need not fit every stage: for what other ranks have there are stand-ins.
+        named = self._include is not None or block.exclude is not None
+        told = _everyone({name: (shapes[name], p.dtype) for name, p in prunable}) if named else []
+        others = {name: there for one in told for name, there in one.items() if name not in shapes}
+        prunable += [(name, torch.empty(0, dtype=dtype, device="meta")) for name, (_, dtype) in others.items()]
+        shapes |= {name: shape for name, (shape, _) in others.items()}
+        found = targets(prunable, self._include, block.exclude, shapes)
+        self._targets = {name: parameter for name, parameter in found.items() if parameter in trained}
+        if not any(_everyone(bool(self._targets))):
+            raise ValueError("include and exclude leave no parameter to prune; correct the patterns")
         self._begin_search()
 
     @property

@@ -60,9 +60,11 @@ def generate(
     tokenizer = _tokenizer(weights.beside)
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     most = getattr(settings, "max_position_embeddings", None)
-    if not ids.numel() or most is not None and ids.shape[1] + tokens > most:
+    if not ids.numel():
+        raise ConfigError("--prompt has 0 tokens, which nothing continues; give at least one word")
+    if most is not None and ids.shape[1] + tokens > most:
         raise ConfigError(
-            f"--prompt has {ids.shape[1]} tokens, and with --tokens = {tokens} there must be 1 to {most}; change one of them"
+            f"--prompt has {ids.shape[1]} tokens, which with --tokens = {tokens} are more than the {most} that the model knows; shorten one of them"
         )
     model: Any = hf.loaded(settings, tensors).eval()
     mesh = _split(model, sizes)
