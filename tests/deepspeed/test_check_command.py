@@ -98,6 +98,7 @@ def test_files_are_read_as_deepspeed_reads_them(write: Any, capsys: pytest.Captu
         (8, {"zero_optimization": {"stage": 3}}, "zero_optimization.stage = 3"),
         (8, {"zero_optimization": {"stage": 9}}, "zero_optimization.stage = 9 is not"),
         (8, {"zero_optimization": {"stage": "two"}}, 'zero_optimization.stage = "two" is not 0, 1, 2 or 3'),
+        (8, {"zero_optimization": {"stage": None}}, "zero_optimization.stage = null is not 0, 1, 2 or 3"),
         (8, {"optimizer": "Adam"}, 'optimizer = "Adam" is not an object; write it in'),
         (
             8,

@@ -87,7 +87,7 @@ def of_halves(raw: Mapping[str, Any]) -> list[Refusal]:
 def of_old_forms(raw: Mapping[str, Any]) -> list[Refusal]:
     """Refusals of names that DeepSpeed has given up but still reads, which the checks of the block would not see, and of values of other kinds."""
     zero = raw.get("zero_optimization")
-    stage = section(raw, "zero_optimization").get("stage")
+    stage = section(raw, "zero_optimization").get("stage", 0)
     old = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
     return [
         (
@@ -116,7 +116,7 @@ def of_old_forms(raw: Mapping[str, Any]) -> list[Refusal]:
         ],
         *[(True, mistake) for mistake in training.mistakes(raw)],
         (
-            stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)),
+            isinstance(stage, bool) or stage not in (0, 1, 2, 3),
             f"zero_optimization.stage = {json.dumps(stage, default=str)} is not 0, 1, 2 or 3; correct it",
         ),
         (
@@ -157,9 +157,9 @@ def of_optimizer(kind: str) -> list[Refusal]:
 def of_checkpoints(raw: Mapping[str, Any]) -> list[Refusal]:
     """Checkpoints that are not complete when they get their name: written while training goes on, or in a folder of each node."""
     given = {
-        "nebula": raw.get("nebula"),
-        "datastates_ckpt": raw.get("datastates_ckpt"),
-        "checkpoint.writer": section(raw, "checkpoint").get("writer"),
+        "nebula": enabled(raw, "nebula"),
+        "datastates_ckpt": raw.get("datastates_ckpt", False) is not False,  # as DeepSpeed, also where it is empty
+        "checkpoint.writer": section(raw, "checkpoint").get("writer") is not None,
     }
     return [
         (
@@ -169,7 +169,7 @@ def of_checkpoints(raw: Mapping[str, Any]) -> list[Refusal]:
         ),
     ] + [
         (
-            bool(value),
+            value,
             f"{key} writes checkpoints in the background, where they could not be renamed when complete; remove it",
         )
         for key, value in given.items()
