@@ -105,10 +105,9 @@ def test_the_most_ranks_that_a_grid_can_use() -> None:
 def test_mistakes_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"elastic.join needs a configuration with axonn.tensor_parallel"):
         elastic.join({"train_batch_size": 4}, model())
-    without = configuration(4)
-    del without["train_batch_size"]
-    with pytest.raises(ConfigError, match="give train_batch_size"):
-        elastic.join(without, model())
+    for size in (None, "auto"):
+        with pytest.raises(ConfigError, match="give train_batch_size as a number"):
+            elastic.join(configuration(4) | {"train_batch_size": size, "train_micro_batch_size_per_gpu": 2}, model())
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     with pytest.raises(ConfigError, match="set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started"):

@@ -167,9 +167,10 @@ def test_good_blocks_pass() -> None:
 
 @pytest.mark.parametrize("key", ["axon", "Axonn", "axonn_tp", "axonn3d", "samo", "ted", "pccl", "goldfish"])
 def test_a_misplaced_key_is_not_passed_over(key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        deepspeed.DeepSpeedConfig(RAW | {key: {"tensor_parallel": {"gx": 1}}})
-    assert one_sentence(f"{caught.value}") and f'"{key}"' in str(caught.value) and '"axonn"' in str(caught.value)
+    for beside in ({}, {"axonn": tp()}):
+        with pytest.raises(ConfigError) as caught:
+            deepspeed.DeepSpeedConfig(RAW | beside | {key: {"tensor_parallel": {"gx": 1}}})
+        assert one_sentence(f"{caught.value}") and f'"{key}"' in str(caught.value) and '"axonn"' in str(caught.value)
 
 
 def test_keys_of_others_are_passed_over() -> None:

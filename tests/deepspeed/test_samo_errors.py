@@ -86,7 +86,7 @@ REST: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "1-bit": ({"optimizer": {"type": "OneBitAdam"}}, ("optimizer.type = OneBitAdam", "AdamW")),
     "lamb": ({"optimizer": {"type": "Lamb"}}, ("optimizer.type = Lamb", "AdamW")),
     "lion": ({"optimizer": {"type": "Lion"}}, ("optimizer.type = Lion", "AdamW")),
-    "bias": ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, ("bias_correction", "remove")),
+    "bias": ({"optimizer": {"type": "Adam", "params": {"bias_correction": 0}}}, ("bias_correction", "remove")),
     "sparse": ({"sparse_gradients": True}, ("sparse_gradients", "remove")),
     "autotp": ({"tensor_parallel": {"autotp_size": 2}}, ("autotp_size", "axonn.tensor_parallel")),
     "experts": ({"expert_parallel": {"enabled": True}}, ("expert_parallel", "axonn.ted")),
@@ -96,6 +96,7 @@ REST: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "universal": ({"checkpoint": {"load_universal": True}}, ("load_universal", "remove")),
     "deepcompile": ({"compile": {"deepcompile": True}}, ("deepcompile", "remove")),
     "background": ({"checkpoint": {"writer": {"type": "fast"}}}, ("checkpoint.writer", "remove")),
+    "datastates": ({"datastates_ckpt": {}}, ("datastates_ckpt", "remove")),
 }
 
 
@@ -115,6 +116,14 @@ def test_sentences() -> None:
         assert one_sentence(str(caught.value)) and all(part in str(caught.value) for part in said), (name, caught.value)
     assert len(found) == len(BLOCKS) + len(REST)
     check(parse({"samo": SAMO}), {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, None)
+    single = {
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "float32"},
+        "communication_data_type": "fp32",
+    }
+    check(parse({"samo": SAMO}), single | {"nebula": {"enabled": False}}, None)
+    lamb = {"type": "Lamb", "params": {"bias_correction": False}}
+    check(parse({"offload_optimizer": {}}), {"optimizer": lamb}, None)
     parse({"samo": SAMO | {"pruner": "early_bird", "include": ["*"], "start_step": 3}, "pccl": {}})
 
 

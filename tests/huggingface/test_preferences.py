@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 import transformers
 
 import axonn_plugins
+import axonn_plugins.config
+from axonn_plugins.hosts.transformers.tokens import refuse_heads
 from tests.deepspeed.scripts import one_sentence
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
@@ -159,6 +162,18 @@ def distilled(folder: str, grid: dict[str, Any], readers: int) -> str:
     data = samples(8, 1)
     told: str = attempt(lambda: trl.DistillationTrainer(llama(), llama(), arguments, data, data, tokenizer()))
     return told.splitlines()[0]
+
+
+def test_distillation_of_models_that_ted_splits() -> None:
+    kind: Any = type("Trainer", (SimpleNamespace,), {"__module__": "trl.trainer.distillation_trainer"})
+
+    def trainer(block: dict[str, Any]) -> Any:
+        plugin = SimpleNamespace(deepspeed_config={"axonn": block})
+        return kind(accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
+
+    refuse_heads(trainer({"ted": {}, "tensor_parallel": None}))
+    with pytest.raises(axonn_plugins.config.ConfigError, match=r"^ted.tensor = 2 with TRL's DistillationTrainer"):
+        refuse_heads(trainer({"ted": {"tensor": 2}}))
 
 
 BOTH, X, Z = {"gx": 2, "gz": 2, "plan": "auto"}, {"gx": 2, "plan": "auto"}, {"gz": 2, "plan": "auto"}

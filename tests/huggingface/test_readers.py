@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -373,3 +374,10 @@ def test_the_inner_module_generates(one: dict[str, Any], ranks: list[dict[str, A
 def test_what_cannot_be_dealt_out(name: str, said: tuple[str, ...], ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert all(part in rank[name] for part in said) and one_sentence(rank[name]), rank[name]
+
+
+def test_ranks_of_a_sequence_are_the_blocks() -> None:
+    from axonn_plugins.hosts.transformers.accelerate_patch import _refuse_sizes
+
+    with pytest.raises(axonn_plugins.config.ConfigError, match="sp_size = 2 in Accelerate's ParallelismConfig"):
+        _refuse_sizes(SimpleNamespace(parallelism_config=SimpleNamespace(sp_size=2)))

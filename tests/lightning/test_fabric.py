@@ -298,6 +298,7 @@ def test_sizes_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         L.Fabric(accelerator="cpu", strategy=AxonnStrategy(gx=3), devices=2)
     options = Options(layout="replicated")
     assert AxonnStrategy(options=options).settings.options is options
+    assert AxonnStrategy(options={"bucket_bytes": 0}).settings.options == Options(bucket_bytes=0)
     monkeypatch.setenv("AXONN_STRATEGY", '{"gx": 2}')
     assert L.Fabric(accelerator="cpu", strategy="axonn", devices=2).strategy.grid.gx == 2
     for text, said in (("[1]", "not a JSON object"), ('{"gw": 2}', "use one of gx, gy")):

@@ -52,6 +52,7 @@ WRONG = {
     "pruned-experts": ([*SAMO, "--num-experts", "4"], "--num-experts 4 does not go with --axonn-samo: .* TED"),
     "ted-experts": (["--axonn-ted", '{"dropless": true}'], "--axonn-ted has the key dropless, .* of --num-experts"),
     "ted-tiles": (["--axonn-ted", '{"tile_size": 4}'], "--axonn-ted has the key tile_size, .* --axonn-offload-optim"),
+    "ted-rows": (["--axonn-ted", '{"fused": false}'], "has the key fused, .*--num-experts is not given; give that, or"),
     "ted-off": (
         ["--axonn-ted", '{"communication_aware_checkpointing": false}'],
         "communication_aware_checkpointing is false, .* leave the flag out",

@@ -12,6 +12,7 @@ import pytest
 
 from axonn_plugins.config import Axonn, ConfigError, compose, parse, schema, shipped_schema
 from axonn_plugins.config.tensor_parallel import LayerKind
+from axonn_plugins.hosts import plain
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, refuse_keys_of_deepspeed
 from axonn_recipes.quickstart.settings import Settings
 from axonn_tp import KINDS
@@ -95,6 +96,10 @@ def test_what_deepspeed_alone_obeys_is_refused_by_other_hosts(key: dict) -> None
         assert block is not None
         if len(given) == 1:
             refuse_keys_of_deepspeed(block, "axonn: ")
+            plain._refuse(parse({"tensor_parallel": {"gz": {"sequence": 2}, "verify_plan": False}}))
+            plain._refuse(parse({"ted": {"communication_aware_checkpointing": False}}))
+            with pytest.raises(ConfigError, match=r'axonn.ted.stash = "cpu" is obeyed by .*; leave it out'):
+                plain._refuse(parse({"ted": {"stash": "cpu"}}))
             continue
         with pytest.raises(
             ConfigError, match=rf"axonn: {[*key][0]} = .* is obeyed by DeepSpeed's engines alone; leave it out"

@@ -12,6 +12,7 @@ Start it by torchrun, with an initialised process group.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -188,6 +189,11 @@ def _refuse(block: Axonn) -> None:
         )
     if block.tensor_parallel is not None:
         refuse_keys_of_deepspeed(block.tensor_parallel, "axonn.tensor_parallel.")
+    for key in ("communication_aware_checkpointing", "stash"):
+        if block.ted is not None and key in block.ted.model_fields_set and getattr(block.ted, key) is not False:
+            raise ConfigError(
+                f"axonn.ted.{key} = {json.dumps(getattr(block.ted, key))} is obeyed by DeepSpeed's engines and Megatron alone; leave it out"
+            )
 
 
 def _split(model: nn.Module, block: Axonn) -> Mesh:

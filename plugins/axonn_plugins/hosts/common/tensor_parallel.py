@@ -44,7 +44,8 @@ def refuse_keys_of_deepspeed(block: TensorParallel, within: str) -> None:
         ConfigError: one is given.
     """
     for name in _OF_DEEPSPEED:
-        if name in block.model_fields_set:
+        checks = name == "verify_plan" and block.sequence > 1  # what shares sequences obeys it, under any host
+        if name in block.model_fields_set and not checks:
             raise ConfigError(
                 f"{within}{name} = {getattr(block, name)!r} is obeyed by DeepSpeed's engines alone; leave it out"
             )

@@ -22,6 +22,7 @@ The Trainer of transformers deals out samples itself, and finds its place among 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import sys
 import time
@@ -67,6 +68,11 @@ def join(config: str | Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     if settings is None:
         raise ConfigError(
             "elastic.join needs a configuration with axonn.tensor_parallel, whose grid it fits to the ranks; add it, or leave join out"
+        )
+    if not isinstance(raw.get("train_batch_size"), int):
+        raise ConfigError(
+            f"train_batch_size = {json.dumps(raw.get('train_batch_size'))} leaves open how many ranks elastic.join can keep, whose grid divides the batch of "
+            "a step; give train_batch_size as a number"
         )
     check_automatic(settings, raw)
     # A kernel for inference, which DeepSpeed compiles when it starts on CPUs: a rank that is lost meanwhile leaves a lock that all would wait for.

@@ -242,7 +242,8 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
             refuse_quantized(model)
             return self._dense_split(model) if self._splits else Split({})
         except ValueError as error:
-            raise ValueError(f"axonn.tensor_parallel.plan: {str(error).removeprefix('plan: ')}") from None
+            key = "axonn.tensor_parallel.plan" if self._splits else self._own_key
+            raise ValueError(f"{key}: {str(error).removeprefix('plan: ')}") from None
 
     def _dense_split(self, model: nn.Module) -> Split:
         grid, plan, report = grid_for(self._axonn, dist.get_world_size()), layer_plans(self._axonn), None

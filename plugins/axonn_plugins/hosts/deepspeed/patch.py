@@ -29,9 +29,9 @@ def patch(module: ModuleType) -> None:
         roll.note(block)
         if steps.asked():
             _watch_steps()
+        if isinstance(parsed, dict):
+            refuse_misplaced(parsed)
         if not block:
-            if isinstance(parsed, dict):
-                refuse_misplaced(parsed)
             hook = sys.modules.get("axonn_plugins.hosts.deepspeed.config_hook")
             if hook is not None:
                 hook.step_aside()

@@ -157,9 +157,9 @@ def of_optimizer(kind: str) -> list[Refusal]:
 def of_checkpoints(raw: Mapping[str, Any]) -> list[Refusal]:
     """Checkpoints that are not complete when they get their name: written while training goes on, or in a folder of each node."""
     given = {
-        "nebula": raw.get("nebula"),
-        "datastates_ckpt": raw.get("datastates_ckpt"),
-        "checkpoint.writer": section(raw, "checkpoint").get("writer"),
+        "nebula": enabled(raw, "nebula"),
+        "datastates_ckpt": raw.get("datastates_ckpt", False) is not False,  # as DeepSpeed, also where it is empty
+        "checkpoint.writer": section(raw, "checkpoint").get("writer") is not None,
     }
     return [
         (
@@ -169,7 +169,7 @@ def of_checkpoints(raw: Mapping[str, Any]) -> list[Refusal]:
         ),
     ] + [
         (
-            bool(value),
+            value,
             f"{key} writes checkpoints in the background, where they could not be renamed when complete; remove it",
         )
         for key, value in given.items()

@@ -197,10 +197,10 @@ def _of_state(key: str, does: str, raw: Mapping[str, Any]) -> list[Refusal]:
 
 def _of_precision(key: str, raw: Mapping[str, Any]) -> list[Refusal]:
     own, autocast = own_names(raw), section(raw, "torch_autocast")
-    sums = section(raw, "data_types").get("grad_accum_dtype")
+    sums, single = section(raw, "data_types").get("grad_accum_dtype"), ("fp32", "float32")
     known = {
-        "data_types.grad_accum_dtype": (sums, {*own, "fp32", "float32"}),
-        "communication_data_type": (raw.get("communication_data_type"), own if sums is None else {sums}),
+        "data_types.grad_accum_dtype": (sums, {*own, *single}),
+        "communication_data_type": (raw.get("communication_data_type"), single if sums in single else own),
     }
     return [
         *of_halves(raw),
@@ -233,7 +233,7 @@ def _of_others(key: str, raw: Mapping[str, Any]) -> list[Refusal]:
             f"optimizer.type = {kind} is DeepSpeed's own kernel, which {key} cannot run in tiles; use Adam, AdamW, SGD or Adagrad",
         ),
         (
-            settings.get("bias_correction", True) is False,
+            kind.lower() in ("adam", "adamw") and not settings.get("bias_correction", True),
             f"optimizer.params.bias_correction = false is unknown to torch's Adam, which {key} runs; remove it",
         ),
         (

@@ -104,7 +104,7 @@ def _options(options: Any) -> Options:
     for key in options:
         if key not in known:
             raise ConfigError(f"AxonnStrategy(options={{{key!r}: ...}}) is not an option; {_nearest(key, known)}")
-    own = {"gradient_dtype"} & options.keys()
+    own = options.keys() - config.TensorParallel.model_fields.keys()
     try:
         block = _block({key: value for key, value in options.items() if key not in own})
         chosen = tensor_parallel.options(block)

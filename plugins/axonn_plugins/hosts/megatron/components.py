@@ -241,11 +241,11 @@ def _check_ted(args: Any, block: Any) -> None:
     of_experts = _TED_OF_EXPERTS if getattr(args, "num_experts", None) else ()
     for key in sorted(block.model_fields_set.difference(_TED, of_experts)):
         why, remedy = ("Megatron's own flags say where experts are and what they take", "use those of --num-experts")
+        if key in _TED_OF_EXPERTS:
+            why, remedy = ("it is of experts, and --num-experts is not given", "give that, or leave the key out")
         if key == "tile_size":
-            why, remedy = (
-                "its own optimizers step whole",
-                "use --axonn-offload-optimizer, whose bucket_size is that of tiles",
-            )
+            other = "use --axonn-offload-optimizer, whose bucket_size is that of tiles"
+            why, remedy = ("its own optimizers step whole", "leave it out" if of_experts else other)
         raise ConfigError(f"{flag('ted')} has the key {key}, which does not go with Megatron: {why}; {remedy}")
     nothing = f"so that {flag('ted')} would change nothing"
     changes_experts = not block.model_fields_set.isdisjoint(of_experts)

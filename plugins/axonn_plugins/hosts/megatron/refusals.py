@@ -19,8 +19,6 @@ from axonn_plugins.observe.doctor import MEGATRON_BELOW, MEGATRON_FROM
 
 IMPL = "--tensor-model-parallel-impl axonn3d"
 TESTED = f"megatron-core>={'.'.join(map(str, MEGATRON_FROM))},<{'.'.join(map(str, MEGATRON_BELOW))}"
-_DERIVED = ("expert_tensor_parallel_size",)
-"""Fields that a config without experts sets by itself."""
 
 
 def check_arguments(args: Any, mixers: bool = False) -> None:
@@ -66,7 +64,7 @@ def check_config(config: Any) -> None:
     eight = EIGHT_BITS if getattr(config, "fp8", None) else ()
     for feature in (*FEATURES, *eight):
         value = getattr(config, feature.name, None)
-        if feature.name not in _DERIVED and refused(feature, value):
+        if refused(feature, value):
             shown = getattr(value, "name", None) or repr(value)
             raise ConfigError(f"{feature.name} = {shown} does not go with axonn3d: {feature.why}; {feature.remedy}")
     if eight and engine.load() is None:

@@ -26,7 +26,7 @@ class SplitOptimizers(OptimizersContainer):
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         super().__init__(config, model_parts=model_parts)
         self._mesh = mesh_of(model_parts[0])
-        if self._mesh is not None and self._mesh.size("grid") > 1:
+        if self._mesh is not None and self._mesh.grid.world > self._mesh.grid.gdata:  # else nothing is split
             for optimizer in self.optimizers:
                 check_optimizer(optimizer)
 

@@ -305,7 +305,7 @@ def _refuse_sizes(accelerator: Any) -> None:
     Raises:
         ConfigError: names the size.
     """
-    for size in ("tp_size", "cp_size"):
+    for size in ("tp_size", "cp_size", "sp_size"):
         if (found := getattr(getattr(accelerator, "parallelism_config", None), size, 1)) > 1:
             raise ConfigError(
                 f"{size} = {found} in Accelerate's ParallelismConfig stands beside the axonn block, which says itself which ranks read the same data; leave "

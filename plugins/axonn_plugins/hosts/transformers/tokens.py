@@ -66,7 +66,9 @@ def refuse_heads(self: Any) -> None:
         if theirs and has_block(self.accelerator)
         else {}
     )
-    sizes = {axis: size for axis in ("gx", "gy", "gz") if (size := block.get("tensor_parallel", {}).get(axis, 1)) != 1}
+    given, ted = block.get("tensor_parallel") or {}, block.get("ted") or {}
+    sizes = {axis: given.get(axis, 1) for axis in ("gx", "gy", "gz")} | {"ted.tensor": ted.get("tensor", 1)}
+    sizes = {name: size for name, size in sizes.items() if size != 1}
     if sizes:
         raise ConfigError(
             f"{' and '.join(f'{axis} = {size}' for axis, size in sizes.items())} with TRL's DistillationTrainer, which multiplies hidden states by the weights "

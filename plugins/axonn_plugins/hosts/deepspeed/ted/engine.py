@@ -160,6 +160,8 @@ class TedEngine(TedCheckpoints, AxonnEngine):
             with without_experts(self.module):
                 super()._verify_plan(inputs, keywords)
         except ConfigError as error:
+            if self._both:
+                raise
             found = str(error).removeprefix("axonn.tensor_parallel.plan: ").partition("; ")[0]
             raise ConfigError(
                 f"axonn.ted.tensor = {self._ted.tensor}: {found}; code before it looks across features that are split: leave tensor out, or "
