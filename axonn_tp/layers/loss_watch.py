@@ -23,14 +23,14 @@ _OURS = {*_READS, "_GatherSummedBackward", "CompiledFunctionBackward"}
 _CASTS = {"ToCopyBackward0"}
 _JOINS = {f"{name}Backward0" for name in ("Stack", "Cat", "Unsqueeze", "View")}
 _LINEAR = {*_CASTS, *_JOINS, *(f"{name}Backward0" for name in ("Add", "Sub", "Neg", "Mul", "Div", "Squeeze"))}
-"""What leaves a sum of terms one."""
+"""Functions behind which a sum of terms is still one."""
 _SUMS = {"SumBackward0", "DotBackward0"}
 _EACH = {
     *(f"{name}Backward0" for name in ("Add", "Sub", "Neg", "Mul", "Div", "Pow", "Abs", "Sqrt", "Exp", "Log", "Clone")),
     *(f"{name}Backward0" for name in ("ToCopy", "View", "UnsafeView", "Relu", "Sigmoid", "Tanh", "Sgn", "Where")),
     *(f"Clamp{kind}Backward{number}" for kind in ("", "Min", "Max") for number in (0, 1)),
 }
-"""What makes an element of one element."""
+"""Functions that make an element of one element."""
 _MIXES = {
     *(
         f"{name}Backward0"
@@ -42,7 +42,7 @@ _MIXES = {
     ),
     *("MeanBackward1", "SumBackward1"),
 }
-"""What penalties on weights are made of beside, and what a split model gives is not: a function of a layer, a collective, is below that."""
+"""Other functions of penalties on weights. What a split model gives is not of these alone: a function of a layer, a collective, is below it."""
 
 
 class LossWatch:
