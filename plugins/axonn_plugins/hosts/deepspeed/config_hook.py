@@ -107,7 +107,7 @@ def refuse_mesh(block: config.Axonn | None, mesh_device: Any = None, **_: Any) -
     if own is not None:
         raise config.ConfigError(f"{said}, and axonn.{own} makes groups of its own; leave it out")
     raise config.ConfigError(
-        f"{said}, where {sequence} ranks share sequences, of whose sums axonn.{given[0]} does not know; use axonn.tensor_parallel.gz"
+        f"{said}, where {sequence} ranks share sequences, of whose sums axonn.{given[0]} does not know; use axonn.tensor_parallel.gz.sequence"
     )
 
 

@@ -45,7 +45,7 @@ def check(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> None:
             (
                 raw.get("sequence_parallel_size", 1) != 1,
                 "sequence_parallel_size has the script split rows of labels, and axonn.goldfish masks whole rows; use "
-                "axonn.tensor_parallel.gz, or mask them before they are split by axonn_plugins.goldfish.goldfish_labels",
+                "axonn.tensor_parallel.gz.sequence, or mask them before they are split by axonn_plugins.goldfish.goldfish_labels",
             ),
             (enabled(raw, "hybrid_engine"), "hybrid_engine has an engine of its own; remove it, or axonn.goldfish"),
         ]

@@ -250,7 +250,7 @@ def _of_others(key: str, raw: Mapping[str, Any]) -> list[Refusal]:
         ),
         (
             raw.get("sequence_parallel_size", 1) != 1,
-            f"sequence_parallel_size has DeepSpeed sum gradients over groups that {key} does not know; use axonn.tensor_parallel.gz",
+            f"sequence_parallel_size has DeepSpeed sum gradients over groups that {key} does not know; use axonn.tensor_parallel.gz.sequence",
         ),
         (enabled(raw, "hybrid_engine"), f"hybrid_engine has an engine of its own; remove it, or {key}"),
         (

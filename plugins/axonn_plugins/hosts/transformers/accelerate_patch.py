@@ -309,7 +309,7 @@ def _refuse_sizes(accelerator: Any) -> None:
         if (found := getattr(getattr(accelerator, "parallelism_config", None), size, 1)) > 1:
             raise ConfigError(
                 f"{size} = {found} in Accelerate's ParallelismConfig stands beside the axonn block, which says itself which ranks read the same data; leave "
-                "it out, and write gx, gy, gz and sequence in axonn.tensor_parallel"
+                "it out, and write gx, gy and gz, or gz.sequence, in axonn.tensor_parallel"
             )
 
 

@@ -23,7 +23,12 @@ def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
         grid = stand_in(raw) if automatic else stage_grid(split, mpu)
         if automatic:
             check_automatic(split, raw)
-        check(raw, grid)
+        if block.tensor_parallel is None:  # a sentence names ted then
+            from axonn_plugins.hosts.deepspeed.ted.config import check_rest
+
+            check_rest(raw, grid)
+        else:
+            check(raw, grid)
         mpu = BatchRanks(grid)
     elif isinstance(mpu, PipelineParallelGrid):
         batch.check(raw, 1, mpu.get_data_parallel_world_size())
