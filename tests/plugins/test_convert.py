@@ -320,6 +320,7 @@ def test_a_checkpoint_of_a_models_arguments_keeps_its_configuration(tmp_path: Pa
         ("llama", ["hf", "hf", "--to", "litgpt"], "is there already"),
         ("llama", ["hf", "hf/config.json/new", "--to", "hf"], "cannot be made"),
         ("llama", ["hf", "new", "--to", "hf", "--shard-size", "big"], '--shard-size = "big" is not a size'),
+        ("llama", ["hf", "new", "--to", "hf", "--shard-size", 400 * "9"], "is not a size; write one such as"),
         ("llama", ["hf", "new", "--to", "gguf"], '--to = "gguf" is not known'),
         ("mixtral", ["hf", "new", "--to", "megatron"], 'model_type = "mixtral" has no place in Megatron'),
         ("gpt2", ["hf", "new", "--to", "litgpt"], "LitGPT's model_config.yaml of a gpt2"),

@@ -90,7 +90,7 @@ def _give_memory_back() -> None:
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?|)B?", text.strip().upper())
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMG]I?|)B?", text.strip().upper())
     size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
     if size < 1:
         raise ConfigError(f'--shard-size = "{text}" is not a size; write one such as 500MB or 2GiB')
