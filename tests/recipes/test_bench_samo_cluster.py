@@ -62,7 +62,7 @@ def test_ratios_are_of_rounds() -> None:
     [
         (["--nodes", "1"], "--nodes 1 of one rank each have nothing to communicate"),
         (["--bandwidth", "3"], "bandwidth = '3' is not a bandwidth"),
-        (["--sparsity", "2"], "--sparsity 2.0 is not a share"),
+        (["--sparsity", "1"], "--sparsity 1.0 is not a share from 0 to below 1"),
         (["--batch", "6"], "--batch 6 does not divide by the 4 ranks"),
         (["--hidden", "30"], "--hidden 30 does not divide into --heads 8"),
         (["--rounds", "0"], "--rounds 0 is not at least 1"),

@@ -27,7 +27,7 @@ def text(tmp_path: Path) -> str:
         (("--stages", "9"), "--stages 9 are more than the 6 parts"),
         (("--heads", "3"), "--heads 3"),
         (("--lr", "0"), "--lr 0.0 is not positive"),
-        (("--sparsity", "2"), "--sparsity 2.0 is not a share"),
+        (("--sparsity", "1"), "--sparsity 1.0 is not a share from 0 to below 1"),
         (("--sparsity", "0.9", "--offload"), "do not go together"),
         (("--steps", "0"), "--steps 0 is not at least 1"),
     ],

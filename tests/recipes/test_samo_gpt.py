@@ -143,6 +143,7 @@ def test_every_scale_makes_a_run() -> None:
     [
         (["--steps", "0"], "--steps 0 is not at least 1"),
         (["--sparsity", "1.5"], "--sparsity 1.5 is not a share; give a number from 0 to 1"),
+        (["--sparsity", "1"], "--sparsity 1.0 keeps nothing of any layer"),
         (["--pruned-lr", "-1"], "--pruned-lr -1.0 is not positive"),
         (["--ranks", "3"], "--batch 8 does not divide by the 3 ranks"),
         (["--heads", "3"], "--hidden 512 does not divide into --heads 3"),

@@ -54,8 +54,8 @@ def resolve(options: Options) -> Settings:
     node_count(options.nodes), nanoseconds(options.latency)
     if options.bandwidth != HALF:
         bits_per_second(options.bandwidth)
-    if not 0 <= options.sparsity <= 1:
-        raise ConfigError(f"--sparsity {options.sparsity} is not a share; give a number from 0 to 1, such as 0.9")
+    if not 0 <= options.sparsity < 1:
+        raise ConfigError(f"--sparsity {options.sparsity} is not a share from 0 to below 1; use one such as 0.9")
     heads_fit(options.hidden, options.heads)
     settings = Settings(**{name: getattr(options, name) for name in Settings.__dataclass_fields__ if name != "seed"})
     if settings.ranks < 2:

@@ -84,9 +84,12 @@ class Plan:
         at_least_one(self, "ranks", "steps", "every", "window", "validate_every")
         for name, low, high in (("sparsity", 0, 1), ("latest", 0, 1), ("epsilon", 1e-9, 1)):
             if not low <= getattr(self, name) <= high:
+                least = "above 0 and up" if low else "from 0"
                 raise ConfigError(
-                    f"--{name} {getattr(self, name)} is not a share; give a number from 0 to 1, such as {getattr(Plan, name)}"
+                    f"--{name} {getattr(self, name)} is not a share; give a number {least} to 1, such as {getattr(Plan, name)}"
                 )
+        if self.sparsity == 1:
+            raise ConfigError(f"--sparsity {self.sparsity} keeps nothing of any layer; use a lower share, such as 0.9")
         for name in ("lr", "pruned_lr"):
             if not 0 < getattr(self, name) < math.inf:
                 flag = name.replace("_", "-")
