@@ -134,9 +134,9 @@ class Options:
             return float("inf"), float("inf")
         if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
             return value, float("inf")
-        size = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMG]?)i?B", value) if isinstance(value, str) else None
+        size = re.fullmatch(r"(\d+(?:\.\d+)?) *((?:[KMG]i)?)B", value) if isinstance(value, str) else None
         if size:
-            return float("inf"), float(size[1]) * 2 ** {"": 0, "K": 10, "M": 20, "G": 30}[size[2]]
+            return float("inf"), float(size[1]) * 2 ** {"": 0, "Ki": 10, "Mi": 20, "Gi": 30}[size[2]]
         raise ValueError(
             f'cache_gathers = {value!r} is neither a number of layers, "all", nor a size such as "2GiB"; correct it'
         )
