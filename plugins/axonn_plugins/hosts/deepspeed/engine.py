@@ -211,9 +211,9 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         if self._owns and split.report is not None and split.report.at_times:
             # On ranks that called fewer layers, sums that begin as gradients come would begin elsewhere among those over z.
             self.optimizer.reduces_early = False
-        self._tracer = trace(self, self._axonn)
         self._losses = LossWatch(self.module)
         self.backward: Callable[..., Any] = self._looked_at
+        self._tracer = trace(self, self._axonn)
 
     def _looked_at(self, loss: Tensor, *rest: Any, **keywords: Any) -> Any:
         """DeepSpeed's `backward`.
