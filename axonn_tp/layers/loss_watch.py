@@ -24,19 +24,7 @@ _CASTS = {"ToCopyBackward0"}
 _LINEAR = {"Add", "Sub", "Rsub", "Neg", "ToCopy", "Clone", "Alias", "Stack", "Cat", "Expand", "View", "UnsafeView"}
 _LINEAR |= {"ReshapeAlias", "T", "Transpose", "Permute", "Squeeze", "Unsqueeze"}
 _BY_ELEMENT = {"Pow", "Mul", "Div", "Reciprocal", "Abs", "Exp", "Log", "Log1P", "Sqrt", "Rsqrt", "Tanh", "Sigmoid"}
-_BY_ELEMENT |= {
-    "Relu",
-    "Softplus",
-    "Gelu",
-    "Clamp",
-    "ClampMin",
-    "ClampMax",
-    "Where",
-    "Maximum",
-    "Minimum",
-    "Sin",
-    "Cos",
-}
+_BY_ELEMENT |= {"Relu", "Softplus", "Gelu", "Clamp", "ClampMin", "ClampMax", "Where", "Maximum", "Minimum"}
 _SUMMED_LOSSES = {"MseLoss", "SmoothL1Loss", "HuberLoss"}
 _NORM = "LinalgVectorNorm"
 
@@ -148,7 +136,7 @@ def _use_below(node: Any, use: str) -> str:
     """
     name = node.name().partition("Backward")[0]
     inputs = [each for each, _ in node.next_functions]
-    scaled = name in ("Mul", "Div") and inputs[0] is not None and inputs.count(None) == len(inputs) - 1
+    scaled = inputs.count(None) == len(inputs) - 1 and (name == "Mul" or (name == "Div" and inputs[0] is not None))
     if use in ("sum", "element", "mean") and (name in _LINEAR or scaled):
         return use
     if use in ("sum", "mean") and name in ("Sum", "Mean"):
@@ -161,7 +149,7 @@ def _use_below(node: Any, use: str) -> str:
             if use == f"power {node._saved_ord}" or (node._saved_ord == 1 and _adds_up(node, use))
             else "other"
         )
-    if name == "Pow" and inputs[0].name().startswith(_NORM) and _adds_up(inputs[0], use):
+    if name == "Pow" and inputs[0] is not None and inputs[0].name().startswith(_NORM) and _adds_up(inputs[0], use):
         return f"power {node._saved_exponent}"
     return "element" if use in ("sum", "element") and name in _BY_ELEMENT else "other"
 

@@ -271,6 +271,7 @@ PENALTIES: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
     "squared rows": lambda weights: (torch.linalg.vector_norm(weights[0], dim=1) ** 2).sum(),
     "magnitudes": lambda weights: torch.cat([weight.view(-1) for weight in weights]).abs().sum() / 3,
     "sums of magnitudes": lambda weights: -weights[0].norm(p=1),
+    "weighed": lambda weights: torch.tensor(0.1) * sum((torch.tensor(3.0) ** weight).sum() / 2 for weight in weights),
     "products": lambda weights: torch.dot(weights[0].view(-1), weights[0].view(-1)),
     "distances": lambda weights: F.mse_loss(weights[0], torch.ones_like(weights[0]), reduction="sum"),
     "norms": lambda weights: sum(weight.norm() for weight in weights),
