@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from axonn_plugins.caches import cache_folder
 from axonn_plugins.optim.store import Entry, Segment, Store
 
 _SOURCE = Path(__file__).parent / "csrc" / "step.c"
@@ -57,9 +58,8 @@ def library() -> ctypes.CDLL | None:
     command = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if command is None:
         return None
-    root = os.environ.get("AXONN_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "axonn"
     digest = hashlib.sha256(repr((command, _FLAGS, _processor())).encode() + _SOURCE.read_bytes()).hexdigest()[:16]
-    built = Path(root) / "samo" / f"step-{digest}.so"
+    built = cache_folder() / "samo" / f"step-{digest}.so"
     try:
         if not built.exists():
             built.parent.mkdir(parents=True, exist_ok=True)

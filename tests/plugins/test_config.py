@@ -91,20 +91,22 @@ def test_tensor_ranks_of_ted_are_those_of_x_and_y() -> None:
 
 @pytest.mark.parametrize("key", [{"check_every": 10}, {"trace_steps": [1, 2]}, {"verify_plan": False}])
 def test_what_deepspeed_alone_obeys_is_refused_by_other_hosts(key: dict) -> None:
-    for given in ({"gx": 2}, {"gx": 2} | key):
-        block = parse({"tensor_parallel": given}).tensor_parallel
-        assert block is not None
-        if len(given) == 1:
-            refuse_keys_of_deepspeed(block, "axonn: ")
-            plain._refuse(parse({"tensor_parallel": {"gz": {"sequence": 2}, "verify_plan": False}}))
-            plain._refuse(parse({"ted": {"communication_aware_checkpointing": False}}))
-            with pytest.raises(ConfigError, match=r'axonn.ted.stash = "cpu" is obeyed by .*; leave it out'):
-                plain._refuse(parse({"ted": {"stash": "cpu"}}))
-            continue
-        with pytest.raises(
-            ConfigError, match=rf"axonn: {[*key][0]} = .* is obeyed by DeepSpeed's engines alone; leave it out"
-        ):
-            refuse_keys_of_deepspeed(block, "axonn: ")
+    block = parse({"tensor_parallel": {"gx": 2} | key}).tensor_parallel
+    assert block is not None
+    with pytest.raises(
+        ConfigError, match=rf"axonn: {[*key][0]} = .* is obeyed by DeepSpeed's engines alone; leave it out"
+    ):
+        refuse_keys_of_deepspeed(block, "axonn: ")
+
+
+def test_plain_pytorch_takes_what_it_obeys() -> None:
+    plain._refuse(parse({"tensor_parallel": {"gx": 2}}))
+    plain._refuse(parse({"tensor_parallel": {"gz": {"sequence": 2}, "verify_plan": False}}))
+    plain._refuse(parse({"ted": {"communication_aware_checkpointing": False}}))
+    with pytest.raises(ConfigError, match="axonn.tensor_parallel.check_every = 5 is obeyed by DeepSpeed's engines"):
+        plain._refuse(parse({"tensor_parallel": {"gx": 2, "check_every": 5}}))
+    with pytest.raises(ConfigError, match=r'axonn.ted.stash = "cpu" is obeyed by .*; leave it out'):
+        plain._refuse(parse({"ted": {"stash": "cpu"}}))
 
 
 @pytest.mark.parametrize(
