@@ -21,8 +21,9 @@ _READS = {"_DeferredBackward", "_GatheredBackward", "OwnReadBackward"}
 _OURS = {*_READS, "_GatherSummedBackward", "CompiledFunctionBackward"}
 _CASTS = {"ToCopyBackward0"}
 # Operations by the names of their nodes in the graph.
-_LINEAR = {"Add", "Sub", "Rsub", "Neg", "ToCopy", "Clone", "Alias", "Stack", "Cat", "Expand", "View", "UnsafeView"}
-_LINEAR |= {"ReshapeAlias", "T", "Transpose", "Permute", "Squeeze", "Unsqueeze"}
+_ADDED = {"Add", "Sub", "Rsub", "Neg", "ToCopy", "Clone", "Alias"}
+_JOINED, _SHAPED = {"Stack", "Cat"}, {"Expand", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze"}
+_MOVED = {"T", "Transpose", "Permute"}
 _BY_ELEMENT = {"Pow", "Mul", "Div", "Reciprocal", "Abs", "Exp", "Log", "Log1P", "Sqrt", "Rsqrt", "Tanh", "Sigmoid"}
 _BY_ELEMENT |= {"Relu", "Softplus", "Gelu", "Clamp", "ClampMin", "ClampMax", "Where", "Maximum", "Minimum"}
 _SUMMED_LOSSES = {"MseLoss", "SmoothL1Loss", "HuberLoss"}
@@ -113,7 +114,7 @@ def first_not_summed(losses: Iterable[Tensor], model: nn.Module) -> str | None:
         node, use = waiting.pop()
         variable = getattr(node, "variable", None)
         if variable is not None:
-            if use not in ("sum", "element") and variable in shards:
+            if use not in ("sum", "element", "pair") and variable in shards:
                 found.add(shards[variable])
         elif node.name() not in _OURS and not _of_the_suite(node):
             after = _use_below(node, use)
@@ -131,13 +132,13 @@ def _of_the_suite(node: Any) -> bool:
 def _use_below(node: Any, use: str) -> str:
     """Dependence of the loss on the inputs of a node, by that on its output.
 
-    "sum" is linearly, "mean" linearly by factors that may depend on the number of elements, "element" by a sum of a function of each element, and
-    "power 2" by a sum of squares of the output; all else is "other".
+    "sum" is linearly, "mean" linearly by factors that may depend on the number of elements, "element" by a sum of a function of each element, "pair" by
+    one that takes elements of several tensors of this shape, and "power 2" by a sum of squares of the output; all else is "other".
     """
     name = node.name().partition("Backward")[0]
     inputs = [each for each, _ in node.next_functions]
     scaled = inputs.count(None) == len(inputs) - 1 and (name == "Mul" or (name == "Div" and inputs[0] is not None))
-    if use in ("sum", "element", "mean") and (name in _LINEAR or scaled):
+    if use in ("sum", "mean") and (scaled or name in _ADDED | _JOINED | _SHAPED | _MOVED):
         return use
     if use in ("sum", "mean") and name in ("Sum", "Mean"):
         return "sum" if (use, name) == ("sum", "Sum") or node.name() == "SumBackward0" else "mean"
@@ -151,7 +152,12 @@ def _use_below(node: Any, use: str) -> str:
         )
     if name == "Pow" and inputs[0] is not None and inputs[0].name().startswith(_NORM) and _adds_up(inputs[0], use):
         return f"power {node._saved_exponent}"
-    return "element" if use in ("sum", "element") and name in _BY_ELEMENT else "other"
+    if use == "element" and name in _JOINED | _SHAPED:
+        return use
+    by_element = name in _BY_ELEMENT or (use != "sum" and name in _ADDED)
+    if use not in ("sum", "element", "pair") or not by_element:
+        return "other"
+    return "pair" if use == "pair" or inputs.count(None) < len(inputs) - 1 else "element"
 
 
 def _adds_up(norm: Any, use: str) -> bool:

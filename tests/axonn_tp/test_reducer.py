@@ -272,6 +272,7 @@ PENALTIES: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
     "magnitudes": lambda weights: torch.cat([weight.view(-1) for weight in weights]).abs().sum() / 3,
     "sums of magnitudes": lambda weights: -weights[0].norm(p=1),
     "weighed": lambda weights: torch.tensor(0.1) * sum((torch.tensor(3.0) ** weight).sum() / 2 for weight in weights),
+    "several": lambda weights: (weights[0] * weights[0] - (weights[0] + weights[1]).abs()).sum(),
     "products": lambda weights: torch.dot(weights[0].view(-1), weights[0].view(-1)),
     "distances": lambda weights: F.mse_loss(weights[0], torch.ones_like(weights[0]), reduction="sum"),
     "norms": lambda weights: sum(weight.norm() for weight in weights),
@@ -282,6 +283,7 @@ PENALTIES: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
     "centred": lambda weights: (weights[0] - weights[0].mean()).square().sum(),
     "orthogonal": lambda weights: (weights[1].t() @ weights[1] - torch.eye(weights[1].shape[1])).square().sum(),
     "square of a sum": lambda weights: weights[0].abs().sum() ** 2,
+    "between rows": lambda weights: (weights[0].unsqueeze(0) - weights[0].unsqueeze(1)).square().sum(),
     "one of each": lambda weights: weights[0][0].square().sum(),
 }
 
@@ -314,7 +316,7 @@ def penalties_over_x_and_y() -> None:
             except ValueError as error:
                 assert "weight outside of its layer" in str(error)
                 refused.add(name)
-    assert refused == wrong and len(wrong) == 9
+    assert refused == wrong and len(wrong) == 10
 
 
 class Tied(Gated):
