@@ -107,6 +107,9 @@ def resolve(options: Options) -> list[Settings]:
         runs = [_shared(replace(base, ranks=ranks), 2) for ranks in counts if ranks % 2 == 0]
     else:
         runs = [base]
+    if not runs or options.ranks < 2:
+        least = "an even number of them" if options.figure == "scaling" else "2 or more"
+        raise ConfigError(f"--ranks {options.ranks} make no pipeline for --figure {options.figure}; give {least}")
     for run in runs:
         _check(run)
     return runs
@@ -123,8 +126,6 @@ def _shared(base: Settings, stages: int) -> Settings:
 
 
 def _check(run: Settings) -> None:
-    if run.ranks < 2:
-        raise ConfigError(f"--ranks {run.ranks} make no pipeline; give 2 or more")
     if run.layers % (2 * run.stages):
         raise ConfigError(
             f"--layers {run.layers} do not divide by the {2 * run.stages} parts that interleaved schedules make of {run.stages} stages; use "
