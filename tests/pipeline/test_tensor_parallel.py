@@ -101,7 +101,21 @@ def runs(folder: str, half: str) -> dict[str, Any]:
     found["groups"] = [goes_on_by_groups(folder, last) for last in (False, True)]
     found["losses"] = [goes_on_with_its_loss(folder, tensor) for tensor in (split(gz=2), None)]
     found["mistakes"] = {name: said(wrong) for name, wrong in MISTAKES.items()}
+    found["mistakes"]["penalty"] = said_of_a_norm()
     return found
+
+
+def said_of_a_norm() -> str:
+    """The refusal of a loss_fn with a norm of weights, of which a rank has shards."""
+    case = Case(stages=1, dtype="fp32", tensor=split(gx=2), microbatches=1)
+    engine = start(case)
+    weight = engine.module.get_parameter("0.up.weight")
+    engine.module.loss_fn = lambda outputs, labels: (outputs - labels).square().mean() + weight.norm()
+    try:
+        train(engine, case, range(1))
+    except ConfigError as error:
+        return str(error)
+    return "trained"
 
 
 def groups_by_stage(last: bool) -> Any:
@@ -205,6 +219,7 @@ WORDS = {
     "cut": ("layer 2 and its partner", "move the boundary"),
     "features": ("heads",),
     "model axis": ("a model axis of 4", "gx*gy = 2"),
+    "penalty": ("axonn.tensor_parallel: the loss reads 0.up.weight outside of its layer",),
 }
 
 
