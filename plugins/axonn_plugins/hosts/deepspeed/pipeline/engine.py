@@ -101,7 +101,13 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
             optimizer = optimizer(keywords["model_parameters"])
         take_over_whole(config_class, optimizer)
         self._own_states(config_class, optimizer)
-        compare(model, config_class, optimizer, keywords, self._problem_with(model, optimizer, block))
+        problem = self._problem_with(model, optimizer, block)
+        if optimizer is None and config_class.optimizer_name is not None and not any(True for _ in model.parameters()):
+            problem = (
+                f"stage {model.stage_id} of the PipelineModule has no parameters, of which torch makes no optimizer; use fewer stages, or "
+                "another partition_method"
+            )
+        compare(model, config_class, optimizer, keywords, problem)
         plan = {} if self._split is None else stage_plan(model, self._split, grid, self._ted, self._key)
         self._verify = self._split is not None and self._split.verify_plan and bool(plan)
         self.mesh = Mesh(grid, get_accelerator().device_name().split(":")[0], model.num_stages)
