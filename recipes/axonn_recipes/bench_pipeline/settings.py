@@ -15,6 +15,10 @@ SCENARIOS = (STEADY, UNEVEN, LINKS, COMPUTE)
 _NUMBERS = ("ranks", "layers", "microbatches", "width", "tokens", "rounds", "parameters", "bucket_size")
 
 
+_FEWEST = 4000
+"""Parameters of four matrices of one row each, as coarsening has them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes(Wire):
     """A cluster, each of whose nodes is a rank, and a model of layers that take a given time.
@@ -110,6 +114,8 @@ def resolve(options: Options) -> list[Settings]:
     if not runs or options.ranks < 2:
         least = "an even number of them" if options.figure == "scaling" else "2 or more"
         raise ConfigError(f"--ranks {options.ranks} make no pipeline for --figure {options.figure}; give {least}")
+    if options.figure == "coarsening" and options.parameters < _FEWEST:
+        raise ConfigError(f"--parameters {options.parameters} are too few to be timed; give {_FEWEST:,} or more")
     for run in runs:
         _check(run)
     return runs
