@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from functools import cache
+from math import isqrt
 
 AXES = ("x", "y", "z", "data")
 SEVERAL = {
@@ -146,8 +148,14 @@ class Grid:
 
 def factorisations(world: int) -> Iterator[Grid]:
     """Every grid of `world` ranks, in lexicographic order of (gx, gy, gz)."""
-    for gx in range(1, world + 1):
-        for gy in range(1, world // gx + 1):
-            for gz in range(1, world // (gx * gy) + 1):
-                if world % (gx * gy * gz) == 0:
-                    yield Grid(gx, gy, gz, world // (gx * gy * gz))
+    for gx in divisors(world):
+        for gy in divisors(world // gx):
+            for gz in divisors(world // (gx * gy)):
+                yield Grid(gx, gy, gz, world // (gx * gy * gz))
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, smallest first."""
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return tuple(sorted({*small, *(number // size for size in small)}))

@@ -16,8 +16,9 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from axonn_plugins.autoload import activate
-from axonn_plugins.config import ConfigError
-from axonn_plugins.hosts.deepspeed.pipeline.stage_split import _check_pairs
+from axonn_plugins.config import ConfigError, parse
+from axonn_plugins.hosts.deepspeed.pipeline.stage_split import _check_pairs, key_of, settings_of, stage_grid
+from axonn_plugins.hosts.deepspeed.plan_check import named
 from axonn_plugins.pipeline import watch
 from tests.distributed import run_ranks
 from tests.matrix import thorough
@@ -101,7 +102,21 @@ def runs(folder: str, half: str) -> dict[str, Any]:
     found["groups"] = [goes_on_by_groups(folder, last) for last in (False, True)]
     found["losses"] = [goes_on_with_its_loss(folder, tensor) for tensor in (split(gz=2), None)]
     found["mistakes"] = {name: said(wrong) for name, wrong in MISTAKES.items()}
+    found["mistakes"]["penalty"] = said_of_a_norm()
     return found
+
+
+def said_of_a_norm() -> str:
+    """The refusal of a loss_fn with a norm of weights, of which a rank has shards."""
+    case = Case(stages=1, dtype="fp32", tensor=split(gx=2), microbatches=1)
+    engine = start(case)
+    weight = engine.module.get_parameter("0.up.weight")
+    engine.module.loss_fn = lambda outputs, labels: (outputs - labels).square().mean() + weight.norm()
+    try:
+        train(engine, case, range(1))
+    except ConfigError as error:
+        return str(error)
+    return "trained"
 
 
 def groups_by_stage(last: bool) -> Any:
@@ -190,6 +205,7 @@ MISTAKES: dict[str, Case] = {
     "features": Case(
         tensor=split(gx=2, plan={"*.up": {"kind": "normal", "heads": 5}, "*.down": {"kind": "transposed"}})
     ),
+    "no parameters": Case(layers=lambda: [nn.Linear(8, 8), nn.Tanh()]),
     "model axis": Case(
         stages=None,  # type: ignore[arg-type]
         tensor=split(gx=2),
@@ -204,7 +220,9 @@ WORDS = {
     "nothing": ("'*.upp' matches no layer of any stage",),
     "cut": ("layer 2 and its partner", "move the boundary"),
     "features": ("heads",),
+    "no parameters": ("stage 1 of the PipelineModule has no parameters", "use fewer stages"),
     "model axis": ("a model axis of 4", "gx*gy = 2"),
+    "penalty": ("axonn.tensor_parallel: the loss reads 0.up.weight outside of its layer",),
 }
 
 
@@ -226,6 +244,26 @@ def test_precisions_checkpoints_and_mistakes(half: str, rounding: float, tmp_pat
         for name, words in found["mistakes"].items():
             assert all(word in words for word in WORDS[name]), f"{name}: {words}"
     assert (tmp_path / "half way" / "axonn" / "complete").is_file()
+
+
+def test_sentences_name_ted_where_it_splits_alone() -> None:
+    block = parse({"ted": {"tensor": 3}, "pipeline": {}})
+    topology = PipeModelDataParallelTopology(2, 1, 4)
+    unit: Any = SimpleNamespace(
+        topology=lambda: topology,
+        world_size=8,
+        get_pipe_parallel_world_size=lambda: 2,
+        get_slice_parallel_world_size=lambda: 1,
+    )
+    with pytest.raises(
+        ConfigError, match="^axonn.ted.tensor = 3 does not divide the 4 ranks of a stage .* a divisor of 4"
+    ):
+        stage_grid(settings_of(block), unit, key_of(block))
+    with (
+        pytest.raises(ConfigError, match="^axonn.ted.tensor = 3: the output of layer 0 .* leave tensor out"),
+        named(key_of(block)),
+    ):
+        raise ConfigError("axonn.tensor_parallel.plan: the output of layer 0 differs; correct the plan")
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,30 @@ def test_stock_stages_share_out_what_they_share_out(stage, asked):
     assert stage == 3 or ("It does not fit: it needs" in why and 'add "axonn": {"tensor_parallel"' in why)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_stages_of_experts_and_of_pruned_states(stage, asked):
+    raw = {"train_batch_size": 64, "zero_optimization": {"stage": stage}, **BF16}
+    held = json.loads(asked(raw, "--model mixtral-8x7b --machine h100 --gpus 32 --json -")[1])["checked"][
+        "memory_parts_gb"
+    ]
+    experts, others = 32 * 8 * 3 * 4096 * 14336 / 1e9, 1.6  # eight data-parallel ranks have each expert
+    assert held["optimizer"] == pytest.approx(
+        12 * ((experts + others) / 32 if stage else experts / 8 + others), rel=0.03
+    )
+    assert held["gradients"] == pytest.approx(
+        2 * (experts / 8 + others if stage < 2 else (experts + others) / 32), rel=0.03
+    )
+    raw = {
+        "train_batch_size": 1024,
+        "axonn": {"samo": {"sparsity": 0.9}},
+        "zero_optimization": {"stage": stage},
+        **BF16,
+    }
+    held = json.loads(asked(raw, f"{ASKED} --json -")[1])["checked"]["memory_parts_gb"]
+    index = 0.1 * 2 * 20.1
+    assert held["optimizer"] == pytest.approx(index + 0.1 * 12 * 20.1 / (256 if stage else 1), rel=0.01)
+
+
 def test_auto_keys(asked):
     raw = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}
     raw |= {"gradient_accumulation_steps": "auto", "zero_optimization": {"stage": 3}}

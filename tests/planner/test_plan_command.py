@@ -104,6 +104,12 @@ def test_sensitivity():
     now = asked.best[0].seconds
     assert changed["half the bandwidth between domains"].seconds >= now >= changed["twice the tensor peak"].seconds
     assert report.comparison(asked.best[0], asked.best[0]).endswith("they take equally long")
+    # What was measured of the same changes with it: the rate of large products, and of simultaneous rings in a node.
+    asked = answer(Question(machine.load("h100"), model.load("gpt3-xl"), 8, 64, ("1d",)), 1)
+    assert dict(sensitivity(asked))["twice the tensor peak"].seconds < 0.95 * asked.best[0].seconds
+    grid = {"gx": 4, "gy": 1, "gz": 1, "gdata": 1}
+    asked = answer(Question(machine.load("perlmutter"), model.load("gpt3-xl"), 4, 64, ("axonn",), fixed=grid), 1)
+    assert dict(sensitivity(asked))["half the bandwidth within domains"].seconds > 1.02 * asked.best[0].seconds
 
 
 def test_error_bars():

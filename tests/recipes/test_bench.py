@@ -43,6 +43,7 @@ def test_spread_is_of_rounds() -> None:
     assert numbers.ratio([2.0, 6.0], [1.0, 2.0]) == {"median": 2.5, "quartiles": [2.25, 2.75], "range": [2.0, 3.0]}
     with pytest.raises(ValueError):
         numbers.ratios([1.0], [1.0, 2.0])
+    assert numbers.worst([1.0, 3.0, 2.0]) == 1 and numbers.worst([1.0, float("nan"), 2.0, float("nan")]) == 1
 
 
 def test_sides_that_learn_otherwise_are_refused() -> None:

@@ -27,3 +27,10 @@ def test_sides_learn_alike_and_are_timed(tmp_path: Path, capfd: pytest.CaptureFi
 def test_heads_must_divide(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "compile", "--hidden", "10", "--heads", "3"]) == 2
     assert "--heads" in capsys.readouterr().err
+
+
+def test_the_grid_must_divide_ranks_and_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "compile", "--ranks", "3"]) == 2
+    assert "--gx, --gy and --gz: gx*gy*gz = 2*1*1 = 2 does not divide the 3 ranks" in capsys.readouterr().err
+    assert main(["bench", "compile", "--ranks", "6", "--gz", "3", "--batch", "4"]) == 2
+    assert "--batch 4 does not divide by gz*gdata = 3" in capsys.readouterr().err

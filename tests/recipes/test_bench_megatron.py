@@ -104,6 +104,7 @@ def test_sides_that_learn_otherwise_are_refused() -> None:
         (["--nodes", "1", "--ranks-per-node", "1"], "nothing to communicate"),
         (["--grids", "2,2"], "--grids 2,2 is not gx,gy,gz"),
         (["--grids", "3,1,1"], "no way to split 8 ranks"),
+        (["--nodes", "1", "--ranks-per-node", "1000000000"], "no way to split 1000000000 ranks"),
         (["--heads", "7"], "--hidden 512 does not divide into --heads 7"),
         (["--bandwidth", "3"], "is not a bandwidth"),
     ],

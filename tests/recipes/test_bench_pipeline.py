@@ -39,6 +39,9 @@ def test_runs_that_are_asked_for() -> None:
     [
         (("--layers", "6"), "--layers 6 do not divide by the 8 parts"),
         (("--ranks", "1", "--layers", "2"), "--ranks 1 make no pipeline"),
+        (("--ranks", "1", "--figure", "memory"), "--ranks 1 make no pipeline for --figure memory; give 2 or more"),
+        (("--ranks", "3", "--figure", "scaling"), "--ranks 3 make no pipeline for --figure scaling; give an even"),
+        (("--figure", "coarsening", "--parameters", "100"), "--parameters 100 are too few to be timed; give 4,000"),
         (("--jitter", "2"), "--jitter 2.0 is not between 0 and 1"),
         (("--figure", "stages", "--microbatches", "7"), "--microbatches 7 do not divide by the 2 pipelines"),
         (("--rounds", "0"), "--rounds 0 is not at least 1"),

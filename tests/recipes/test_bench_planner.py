@@ -101,6 +101,8 @@ def test_mistakes_and_dry_run(
         assert message in capsys.readouterr().err
     assert main(["bench", "planner", "--nodes", "1", "--ranks-per-node", "1", "--dry-run"]) == 2
     assert "there is only one grid of 1 ranks" in capsys.readouterr().err
+    assert main([*words, "--backend", "pccl"]) == 2
+    assert "--backend pccl is not for axonn bench planner" in capsys.readouterr().err
     for key in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(key, "1")
     assert main(["bench", "planner"]) == 2

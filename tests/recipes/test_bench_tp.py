@@ -81,6 +81,8 @@ def test_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("options", "words"),
     [
         (["--nodes", "0"], "--nodes 0 is not at least 1"),
+        (["--nodes", "1000000000"], "nodes = 1000000000 is not an integer from 1 to 64"),
+        (["--ranks-per-node", "1000000000"], "--batch 16 does not divide by the 1000000000 ranks of ddp"),
         (["--latency", "3"], "latency = '3' is not a time"),
         (["--bandwidth", "3"], "bandwidth = '3' is not a bandwidth"),
         (["--hidden", "30"], "--hidden 30 does not divide into --heads 8"),

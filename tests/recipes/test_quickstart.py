@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ from axonn_plugins.hosts.common.tensor_parallel import layer_plans
 from axonn_plugins.hosts.deepspeed.tensor.config import grid_for
 from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.data import load
-from axonn_recipes.quickstart import report
+from axonn_recipes.quickstart import recipe, report
+from axonn_recipes.quickstart.loop import Outcome
 from axonn_recipes.quickstart.settings import Settings, asked, find_run, resolve
 from axonn_recipes.quickstart.sides import Parallel, Serial
 from tests.axonn_tp.counting import joined_over_z
@@ -224,6 +226,20 @@ def test_goes_on_with_more_ranks(tmp_path: Path) -> None:
 def test_check_compares_both_ways(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND[1:], "--steps", "2", *TWO_RANKS, "--check", "--runs", str(tmp_path)]) == 0
     assert "largest difference of the losses" in capfd.readouterr().out
+
+
+def test_losses_that_are_no_numbers_are_beyond(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curves = {True: [2.0, 1.0, 0.5], False: [2.0, float("nan"), float("nan")]}
+    monkeypatch.setattr(
+        recipe, "load", lambda *_: SimpleNamespace(files=1, source="", training="", validation="", digest="")
+    )
+    monkeypatch.setattr(
+        recipe, "_train", lambda settings, *_: Outcome(dict(enumerate(curves[settings.serial], 1)), 1.0, step=3)
+    )
+    assert main([*COMMAND[1:], "--steps", "3", *TWO_RANKS, "--check", "--runs", str(tmp_path)]) == 1
+    assert "nan nats at step 2 of 3" in (said := capsys.readouterr().out) and "BEYOND" in said
 
 
 def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

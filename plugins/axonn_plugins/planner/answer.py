@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from axonn_plugins.planner import fourd
 from axonn_plugins.planner.machine import Machine
@@ -98,10 +98,20 @@ def sensitivity(asked: Answer) -> list[tuple[str, AnyPlan | None]]:
     question = asked.question
     changed = []
     for words, attribute, factor in CHANGES:
-        machine = replace(question.machine, **{attribute: factor * getattr(question.machine, attribute)})
-        best = answer(replace(question, machine=machine), 1).best
+        best = answer(replace(question, machine=_changed(question.machine, attribute, factor)), 1).best
         changed.append((words, best[0] if best else None))
     return changed
+
+
+def _changed(machine: Machine, attribute: str, factor: float) -> Machine:
+    """A machine with one of its numbers, and what was measured of the same, so many times as large."""
+    changes: dict[str, Any] = {attribute: factor * getattr(machine, attribute)}
+    if attribute == "tensor":
+        measured = {name: getattr(machine, name) for name in ("sustained", "fp8")}
+        changes |= {name: factor * rate for name, rate in measured.items() if rate is not None}
+    if attribute == "fast_bandwidth":
+        changes["within"] = {groups: factor * rate for groups, rate in machine.within.items()}
+    return replace(machine, **changes)
 
 
 def _search(question: Question, machine: Machine, strategy: AnyStrategy, top: int) -> Found:

@@ -10,6 +10,7 @@ from typing import Any
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.planner.answer import Answer, Question, answer
 from axonn_plugins.planner.existing import Existing
+from axonn_plugins.planner.model import Transformer
 from axonn_plugins.planner.report import GB, configuration, excess, none_fits, plan_json
 from axonn_plugins.planner.runnable import block
 from axonn_plugins.planner.search import AnyPlan, GridPlan
@@ -79,7 +80,7 @@ def check(asked: Answer, existing: Existing) -> Checked:
     found = answer(same, 1)
     if not found.best:
         raise ConfigError(none_fits(found))
-    plan = _with_stage(found.best[0], existing.stage)
+    plan = _with_stage(found.best[0], existing.stage, question)
     fits = plan.bytes <= question.machine.memory
     split = split_of(plan, question.batch)
     best = next((one for one in asked.best if not fits or split_of(one, question.batch) != split), None)
@@ -88,14 +89,21 @@ def check(asked: Answer, existing: Existing) -> Checked:
     return Checked(plan, fits, better, tuple(_lines(question, existing, plan, fits, better, bool(asked.best))))
 
 
-def _with_stage(plan: AnyPlan, stage: int) -> AnyPlan:
-    """The same with what ZeRO's stage shares out over data-parallel ranks; the model's own is stage 1."""
+def _with_stage(plan: AnyPlan, stage: int, question: Question) -> AnyPlan:
+    """The same with what ZeRO's stage shares out over data-parallel ranks; the model's own is stage 1.
+
+    Experts are dealt out among these ranks already, and SAMO's index is on each.
+    """
     assert isinstance(plan, GridPlan)
-    holds = dict(plan.holds)
+    holds, model, setting = dict(plan.holds), question.model, question.setting
+    index = holds["gradients"] if setting.sparsity else 0.0
     if stage == 0:
-        holds["optimizer"] *= plan.gdata
+        holds["optimizer"] = index + (0.0 if setting.offload else 6 * holds["gradients"])
     if stage == 2:
-        holds["gradients"] /= plan.gdata
+        here = float(model.parameters)
+        if isinstance(model, Transformer) and model.experts:
+            here -= model.expert_parameters * (1 - 1 / math.gcd(plan.gdata, model.experts))
+        holds["gradients"] *= model.parameters / plan.gdata / here
     return replace(plan, holds=holds, bytes=sum(holds.values()))
 
 

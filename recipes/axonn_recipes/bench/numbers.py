@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,11 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     """Median, lower and upper quartile: `median`, `low` and `high`."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
     return {"median": middle, "low": low, "high": high}
+
+
+def worst(values: Sequence[float]) -> int:
+    """Place of the largest, or of the first that is not a number, which is worse than all."""
+    return max(range(len(values)), key=lambda place: (math.isnan(values[place]), values[place]))
 
 
 def ratios(theirs: Sequence[float], ours: Sequence[float]) -> list[float]:

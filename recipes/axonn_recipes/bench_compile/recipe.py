@@ -16,6 +16,7 @@ from torch import Tensor
 import axonn_tp
 from axonn_plugins.cli.options import read
 from axonn_plugins.cluster.launch import launch
+from axonn_plugins.config import ConfigError
 from axonn_recipes.bench.numbers import ratio, spread
 from axonn_recipes.bench.output import compared, ms, publish, quartiles, table
 from axonn_recipes.bench.rounds import apart, check_losses, in_turns, over_ranks, slowest
@@ -24,6 +25,7 @@ from axonn_recipes.bench_tp.sides import Step, device, step_of
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_recipes.options import Run, at_least_one, heads_fit
 from axonn_recipes.runs import new_folder
+from axonn_tp import Grid
 
 _TOLERANCES = {"float32": 1e-4, "float64": 1e-9, "bfloat16": 5e-2}
 _LOSSES = 3
@@ -95,6 +97,7 @@ def main(arguments: Sequence[str]) -> int:
     options = read(Options, arguments, "axonn bench compile")
     at_least_one(options, "ranks", "gx", "gy", "gz", "layers", "hidden", "heads", "context", "batch", "rounds")
     heads_fit(options.hidden, options.heads)
+    _check(options)
     first = os.environ.get("RANK", "0") == "0"
     if first:
         print(f"{options.layers} layers of {options.hidden} features, {options.dtype}, {options.backend}", flush=True)
@@ -106,6 +109,17 @@ def main(arguments: Sequence[str]) -> int:
         check_losses(sides, _TOLERANCES[options.dtype], relative=True)
         publish(folder, [asdict(side) for side in sides], text(sides))
     return 0
+
+
+def _check(options: Options) -> None:
+    """Refuse a grid that the ranks or the batch do not divide by."""
+    ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else options.ranks
+    try:
+        grid = Grid.for_world(ranks, options.gx, options.gy, options.gz)
+    except ValueError as error:
+        raise ConfigError(f"--gx, --gy and --gz: {error}") from None
+    if options.batch % grid.batch:
+        raise ConfigError(f"--batch {options.batch} does not divide by gz*gdata = {grid.batch}; use a multiple")
 
 
 def measure(options: Options) -> list[Side]:

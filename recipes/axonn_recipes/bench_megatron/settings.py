@@ -100,7 +100,7 @@ class Settings(Steps, ClusterRun):
 
     def megatron(self) -> dict[str, Training]:
         """Megatron's own tensor and data parallelism, every way to split the ranks."""
-        sizes = [size for size in range(1, self.ranks + 1) if self.ranks % size == 0]
+        sizes = sorted({grid.gx for grid in factorisations(self.ranks)})
         found = {
             f"tensor {size} data {self.ranks // size}": self.training(
                 tensor_model_parallel_impl="megatron", tensor_model_parallel_size=size

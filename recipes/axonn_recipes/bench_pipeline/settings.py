@@ -15,6 +15,10 @@ SCENARIOS = (STEADY, UNEVEN, LINKS, COMPUTE)
 _NUMBERS = ("ranks", "layers", "microbatches", "width", "tokens", "rounds", "parameters", "bucket_size")
 
 
+_FEWEST = 4000
+"""Parameters of four matrices of one row each, as coarsening has them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes(Wire):
     """A cluster, each of whose nodes is a rank, and a model of layers that take a given time.
@@ -107,6 +111,11 @@ def resolve(options: Options) -> list[Settings]:
         runs = [_shared(replace(base, ranks=ranks), 2) for ranks in counts if ranks % 2 == 0]
     else:
         runs = [base]
+    if not runs or options.ranks < 2:
+        least = "an even number of them" if options.figure == "scaling" else "2 or more"
+        raise ConfigError(f"--ranks {options.ranks} make no pipeline for --figure {options.figure}; give {least}")
+    if options.figure == "coarsening" and options.parameters < _FEWEST:
+        raise ConfigError(f"--parameters {options.parameters} are too few to be timed; give {_FEWEST:,} or more")
     for run in runs:
         _check(run)
     return runs
@@ -123,8 +132,6 @@ def _shared(base: Settings, stages: int) -> Settings:
 
 
 def _check(run: Settings) -> None:
-    if run.ranks < 2:
-        raise ConfigError(f"--ranks {run.ranks} make no pipeline; give 2 or more")
     if run.layers % (2 * run.stages):
         raise ConfigError(
             f"--layers {run.layers} do not divide by the {2 * run.stages} parts that interleaved schedules make of {run.stages} stages; use "

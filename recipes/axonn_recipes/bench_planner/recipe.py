@@ -66,6 +66,11 @@ def main(arguments: Sequence[str]) -> int:
             "axonn bench planner emulates its cluster and does not run under torchrun; there, use axonn bench network, axonn plan and "
             "axonn bench tp --grids"
         )
+    if options.backend != "gloo":
+        raise ConfigError(
+            f"--backend {options.backend} is not for axonn bench planner, which predicts rings of gloo or NCCL; leave it out, or measure grids "
+            "by axonn bench tp"
+        )
     every = [replace(run_on(one, "best", ""), screen=False) for one in _models(options)]
     for settings in every:
         if options.rounds < 1 or len(settings.grids) < 2:

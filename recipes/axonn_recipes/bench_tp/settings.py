@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from axonn_plugins.cluster.units import bits_per_second, nanoseconds
+from axonn_plugins.cluster.units import bits_per_second, nanoseconds, node_count
 from axonn_plugins.config import ConfigError
 from axonn_recipes.bench_tp.networks import NETWORKS, Network, unet_sizes
 from axonn_recipes.cluster_run import NUMBERS, ClusterRun, Place, Sizes
@@ -136,6 +136,8 @@ def run_on(options: Where, grids: str, peers: str | None, network: str = "gpt") 
         local = int(os.environ["LOCAL_WORLD_SIZE"])
         nodes = int(os.environ["WORLD_SIZE"]) // local
     emulated = not under_torchrun() and (nodes > 1 or options.bandwidth is not None)
+    if emulated:
+        node_count(nodes)
     heads_fit(options.hidden, options.heads)
     able = [peer for peer in PEERS if network == "gpt" or peer not in OF_GPTS]
     chosen = tuple(able if peers is None else peers.split(",") if peers else ())

@@ -17,6 +17,7 @@ from axonn_plugins.cluster.launch import launch
 from axonn_plugins.config import ConfigError, parse
 from axonn_plugins.hosts.deepspeed.engine import layer_plans
 from axonn_plugins.hosts.deepspeed.tensor.config import check, grid_for
+from axonn_recipes.bench.numbers import worst
 from axonn_recipes.data import Corpus, load
 from axonn_recipes.options import at_least_one
 from axonn_recipes.quickstart import report
@@ -148,13 +149,12 @@ def _check(settings: Settings, corpus: Corpus, run: Path, options: Options, matm
         if outcome.stopped_by is not None:
             return 128 + outcome.stopped_by
         curves[side] = outcome.losses
-    differences = {step: abs(loss - curves["parallel"][step]) for step, loss in curves["serial"].items()}
-    worst = max(differences, key=lambda step: differences[step])
-    early = max(difference for step, difference in differences.items() if step <= 10)
+    differences = [abs(loss - curves["parallel"][step]) for step, loss in curves["serial"].items()]
+    step, early = worst(differences), differences[worst(differences[:10])]
     allowed = TOLERANCES[settings.precision]
-    good = differences[worst] <= allowed
+    good = differences[step] <= allowed
     print(
-        f"\nlargest difference of the losses: {differences[worst]:.3g} nats at step {worst} of {settings.steps} "
+        f"\nlargest difference of the losses: {differences[step]:.3g} nats at step {step + 1} of {settings.steps} "
         f"(first 10 steps: {early:.3g}); {'within' if good else 'BEYOND'} the {allowed:g} that {settings.precision} rounding explains"
     )
     return 0 if good else 1

@@ -12,6 +12,7 @@ import torch
 
 from axonn_plugins.observe.figures import Picture
 from axonn_plugins.ted import memory_report
+from axonn_recipes.bench.numbers import worst
 from axonn_recipes.bench.output import mib, ms, table
 from axonn_recipes.ted_moe.settings import Settings
 from axonn_recipes.ted_moe.sides import ALLOCATING_STEP, Outcome
@@ -117,12 +118,12 @@ def text(numbers: dict[str, Any]) -> str:
     lines = [shown]
     if "differences" in numbers:
         losses, validation = numbers["differences"]["losses"], numbers["differences"]["validation"]
-        worst = max(range(len(losses)), key=losses.__getitem__)
-        exact = next((step for step, difference in enumerate(losses) if difference > ROUNDING), len(losses))
+        most = worst(losses)
+        exact = next((step for step, difference in enumerate(losses) if not difference <= ROUNDING), len(losses))
         lines += [
             "",
-            f"largest relative difference: of training losses {losses[worst]:.2e}, at step {worst + 1} of {len(losses)}; "
-            f"of validation losses {max(validation):.2e}; up to step {exact} training losses agree to {ROUNDING:g}",
+            f"largest relative difference: of training losses {losses[most]:.2e}, at step {most + 1} of {len(losses)}; "
+            f"of validation losses {validation[worst(validation)]:.2e}; up to step {exact} training losses agree to {ROUNDING:g}",
         ]
     return "\n".join(lines)
 

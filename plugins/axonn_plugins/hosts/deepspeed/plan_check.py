@@ -52,6 +52,25 @@ def check_plan(model: nn.Module, run: Callable[[], Any], mesh: Mesh, *, half: bo
 
 
 @contextmanager
+def named(key: str) -> Iterator[None]:
+    """A check of a plan that a key of the block has found, and no `plan` could correct.
+
+    Raises:
+        ConfigError: that of the check, which names the key.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if _KEY.startswith(key):
+            raise
+        found = str(error).removeprefix(f"{_KEY}: ").partition("; ")[0]
+        raise ConfigError(
+            f"{key}: {found}; code before it looks across features that are split: leave tensor out, or give axonn.tensor_parallel, whose plan "
+            "can name its layers self_contained"
+        ) from None
+
+
+@contextmanager
 def one_sentence() -> Iterator[None]:
     """A forward pass, whose failures on shares become ConfigErrors; whatever else fails in it stays as it is."""
     try:

@@ -9,7 +9,7 @@ import deepspeed
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from axonn_plugins.config import Axonn, ConfigError, batch
-from axonn_plugins.hosts.deepspeed.pipeline.stage_split import settings_of, stage_grid
+from axonn_plugins.hosts.deepspeed.pipeline.stage_split import key_of, settings_of, stage_grid
 from axonn_plugins.hosts.deepspeed.sections import Refusal, enabled, of_checkpoints, of_halves, refuse, section
 from axonn_plugins.hosts.deepspeed.tensor.config import BatchRanks, check, check_automatic, stand_in
 
@@ -20,7 +20,7 @@ def use(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> Any:
     split = settings_of(block)
     if isinstance(mpu, PipelineParallelGrid) and split is not None:
         automatic = len(split.given) < 3
-        grid = stand_in(raw) if automatic else stage_grid(split, mpu)
+        grid = stand_in(raw) if automatic else stage_grid(split, mpu, key_of(block))
         if automatic:
             check_automatic(split, raw)
         if block.tensor_parallel is None:  # a sentence names ted then

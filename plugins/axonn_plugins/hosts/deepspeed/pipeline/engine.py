@@ -31,13 +31,14 @@ from axonn_plugins.hosts.deepspeed.pipeline.batch import StageBatches
 from axonn_plugins.hosts.deepspeed.pipeline.stage_split import (
     AXES,
     StageLayers,
+    key_of,
     regroup,
     settings_of,
     stage_grid,
     stage_plan,
 )
 from axonn_plugins.hosts.deepspeed.pipeline.ties import mark_loss, refuse_untied, tie
-from axonn_plugins.hosts.deepspeed.plan_check import check_plan
+from axonn_plugins.hosts.deepspeed.plan_check import check_plan, named
 from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch
 from axonn_plugins.hosts.deepspeed.scalars import as_vectors
 from axonn_plugins.hosts.deepspeed.states import divisor
@@ -47,6 +48,7 @@ from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts, withou
 from axonn_plugins.hosts.deepspeed.ted.recompute import Stashes
 from axonn_plugins.hosts.deepspeed.whole_parameters import mark
 from axonn_tp import Grid, Mesh, parallelize, sync_gradients
+from axonn_tp.layers.loss_watch import LossWatch
 
 
 class MessageDrivenEngine(StagedCheckpoints, StageBatches):
@@ -81,9 +83,9 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
                 model, config_class, optimizer, keywords, planned, stage, model.num_stages, model.mpu()
             )
             block = config_class.axonn
-        self._ted, self._split = block.ted, settings_of(block)
+        self._ted, self._split, self._key = block.ted, settings_of(block), key_of(block)
         self._stock_experts = self._split is None
-        grid = _own_grid(model) if self._split is None else stage_grid(self._split, model.mpu())
+        grid = _own_grid(model) if self._split is None else stage_grid(self._split, model.mpu(), self._key)
         if self._split is not None:
             refuse_dropped_tokens(config_class, grid, self._split.layout)
         if config_class.axonn_owner is None and config_class.axonn_stage and _of_doubles(model):
@@ -99,8 +101,14 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
             optimizer = optimizer(keywords["model_parameters"])
         take_over_whole(config_class, optimizer)
         self._own_states(config_class, optimizer)
-        compare(model, config_class, optimizer, keywords, self._problem_with(model, optimizer, block))
-        plan = {} if self._split is None else stage_plan(model, self._split, grid, self._ted)
+        problem = self._problem_with(model, optimizer, block)
+        if optimizer is None and config_class.optimizer_name is not None and not any(True for _ in model.parameters()):
+            problem = (
+                f"stage {model.stage_id} of the PipelineModule has no parameters, of which torch makes no optimizer; use fewer stages, or "
+                "another partition_method"
+            )
+        compare(model, config_class, optimizer, keywords, problem)
+        plan = {} if self._split is None else stage_plan(model, self._split, grid, self._ted, self._key)
         self._verify = self._split is not None and self._split.verify_plan and bool(plan)
         self.mesh = Mesh(grid, get_accelerator().device_name().split(":")[0], model.num_stages)
         if self._split is not None:
@@ -120,6 +128,7 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
         keywords["mpu"] = model.mpu()
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
         engines.add(self)
+        self._losses = LossWatch(self.module)
         mark(self.module.parameters(), self.mesh, self.optimizer if self._owns else None)
 
     def _problem_with(self, model: PipelineModule, optimizer: Any, block: Axonn) -> str | None:
@@ -163,6 +172,15 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
             return batch
         return self._replicas.call(("batch",), (batch,), {})[0][0]
 
+    def _look_at(self, loss: Tensor) -> None:
+        """Refuse what a loss_fn makes of shards."""
+        if self._split is None:
+            return
+        try:
+            self._losses.look(loss)
+        except ValueError as error:
+            raise ConfigError(f"{self._key}: {error}") from None
+
     def _take_model_step(self, *rest: Any, **keywords: Any) -> None:
         super()._take_model_step(*rest, **keywords)
         if self._split is not None:
@@ -187,7 +205,7 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
             # Layers may change their input in place.
             return self.module(tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, inputs))
 
-        with without_experts(self.module):
+        with named(self._key), without_experts(self.module):
             check_plan(self.module, run, self.mesh, half=half)
 
     # Sums

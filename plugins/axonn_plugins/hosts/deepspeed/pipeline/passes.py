@@ -111,7 +111,13 @@ def _as_tuple(values: Any, what: str) -> tuple[Tensor, ...]:
     found = (values,) if isinstance(values, Tensor) else values
     if isinstance(found, (tuple, list)) and all(isinstance(value, Tensor) for value in found):
         return tuple(found)
-    raise TypeError(f"{what} of a pipeline stage is {type(values).__name__}; make it a tensor or a tuple of tensors")
+    odd = next(
+        value for value in (found if isinstance(found, (tuple, list)) else [found]) if not isinstance(value, Tensor)
+    )
+    among = " in a tuple" if odd is not values else ""
+    raise TypeError(
+        f"{what} of a pipeline stage is {type(odd).__name__}{among}; make it a tensor or a tuple of tensors"
+    )
 
 
 class StagePasses(PipelineEngine):
@@ -205,6 +211,7 @@ class StagePasses(PipelineEngine):
             self.module.axonn_sequences.now = kept.call
         if message is None:
             assert kept.loss is not None
+            self._look_at(kept.loss)
             DeepSpeedEngine.backward(self, kept.loss)
         else:
             pairs = [(o, g) for o, g in zip(kept.outputs, message.tensors, strict=True) if g is not None]
@@ -216,6 +223,9 @@ class StagePasses(PipelineEngine):
             return None
         gradients = tuple(leaf.grad for leaf, wanted in zip(kept.inputs, kept.wanted, strict=True) if wanted)
         return Message(microbatch, gradients, False, tuple(False for _ in gradients))
+
+    def _look_at(self, loss: Tensor) -> None:
+        """Nothing to look for where a stage has whole weights."""
 
     def _backward_from(self, outputs: Any, gradients: Any) -> None:
         later = self.using_bf16_optimizer
@@ -268,7 +278,7 @@ class StagePasses(PipelineEngine):
         if isinstance(given, Tensor):
             return given.to(self.device)
         if isinstance(given, (tuple, list)):
-            return tuple(label.to(self.device).detach() for label in given)
+            return tuple(label.to(self.device).detach() if isinstance(label, Tensor) else label for label in given)
         return given
 
     def _loss_of(self, outputs: Any, batch: Any, weight: Weight | None) -> Any:

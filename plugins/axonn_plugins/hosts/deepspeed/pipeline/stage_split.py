@@ -28,12 +28,18 @@ AXES = (["pipe", "data"], ["pipe", "data", "model"])
 _WITHIN = ("normal", "transposed", "head", "self_contained", "group_norm", "replicated")
 
 
-def stage_grid(settings: TensorParallel, unit: PipelineParallelGrid) -> Grid:
+def key_of(block: Axonn) -> str:
+    """The key by which a block has dense layers split, for sentences."""
+    return f"axonn.ted.tensor = {block.ted.tensor}" if block.tensor_parallel is None and block.ted is not None else KEY
+
+
+def stage_grid(settings: TensorParallel, unit: PipelineParallelGrid, key: str = KEY) -> Grid:
     """The grid of one stage.
 
     Args:
         settings: the block's.
         unit: of the PipelineModule.
+        key: see `key_of`.
 
     Raises:
         ConfigError: the sizes do not divide a stage's ranks, or the module's topology is another.
@@ -43,21 +49,24 @@ def stage_grid(settings: TensorParallel, unit: PipelineParallelGrid) -> Grid:
     ranks, plane = world // stages, sizes["gx"] * sizes["gy"]
     if topology.get_axis_names() not in AXES:
         raise ConfigError(
-            f"the PipelineModule's topology has the axes {', '.join(topology.get_axis_names())}, and {KEY} needs pipe, data or pipe, data, "
+            f"the PipelineModule's topology has the axes {', '.join(topology.get_axis_names())}, and {key} needs pipe, data or pipe, data, "
             "model; give num_stages in its place"
         )
     if unit.get_slice_parallel_world_size() not in (1, plane):
+        split = f"{KEY} has gx*gy = {plane}" if key == KEY else f"the block {key}"
         raise ConfigError(
-            f"the PipelineModule's topology has a model axis of {unit.get_slice_parallel_world_size()}, and {KEY} has gx*gy = {plane}; make "
-            "them equal, or give num_stages in place of the topology"
+            f"the PipelineModule's topology has a model axis of {unit.get_slice_parallel_world_size()}, and {split}; make them equal, or give "
+            "num_stages in place of the topology"
         )
     try:
         return Grid.for_world(ranks, **sizes, sequence=settings.sequence)
     except ValueError:
         words = "*".join(str(size) for size in sizes.values())
+        split, better = (
+            (f"{KEY}: gx*gy*gz = {words}", "sizes whose product divides") if key == KEY else (key, "a divisor of")
+        )
         raise ConfigError(
-            f"{KEY}: gx*gy*gz = {words} does not divide the {ranks} ranks of a stage ({world} ranks, {stages} stages); choose sizes whose "
-            f"product divides {ranks}"
+            f"{split} does not divide the {ranks} ranks of a stage ({world} ranks, {stages} stages); choose {better} {ranks}"
         ) from None
 
 
@@ -120,7 +129,7 @@ def settings_of(block: Axonn) -> TensorParallel | None:
 
 
 def stage_plan(
-    module: PipelineModule, settings: TensorParallel, grid: Grid, experts: Ted | None = None
+    module: PipelineModule, settings: TensorParallel, grid: Grid, experts: Ted | None = None, key: str = KEY
 ) -> dict[str, LayerPlan]:
     """The plan of this rank's stage; every rank calls it.
 
@@ -129,6 +138,7 @@ def stage_plan(
         settings: the block's.
         grid: of the stage.
         experts: how experts are split; None: there are none.
+        key: see `key_of`.
 
     Raises:
         ConfigError: on all ranks, the plan does not fit the model.
@@ -149,7 +159,7 @@ def stage_plan(
                 plan = _found(module, grid)
         _check_pairs(place(module, grid, plan, options(settings)), module)
     except ValueError as error:
-        problem = f"{KEY}.plan: {str(error).removeprefix('plan: ')}"
+        problem = f"{key + '.plan' if key == KEY else key}: {str(error).removeprefix('plan: ')}"
     agree(problem, {})
     return plan
 
