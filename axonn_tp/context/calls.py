@@ -52,6 +52,7 @@ class Call:
         labels: whole, of an HF model.
         label_share: this rank's, as the model is given them.
         counted: how often code asked for places of tokens.
+        head: by what TRL's head divides its loss; None for the number of targets.
     """
 
     mesh: Mesh
@@ -63,6 +64,7 @@ class Call:
     labels: Tensor | None = None
     label_share: Tensor | None = None
     counted: int = 0
+    head: Any = None
 
     @classmethod
     def of(cls, main: Tensor, mesh: Mesh, how: str | None, tokens: int | None = None) -> Call:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
@@ -93,6 +94,66 @@ def with_routers(call: Any, output: Any) -> Any:
             call.all_rows(one, times) if isinstance(one, Tensor) and one.shape[:1] == (call.rows,) else one
             for one in found
         )
+    return output
+
+
+# TRL's head, which gives numbers of each token in the place of logits, and is an attribute of the model that calls the class's forward
+
+FUSED = "fused_lm_head"
+
+
+def share_own_forward(model: Any) -> None:
+    """Have a forward of the model's own, as TRL's, compute on shares as well: it calls that of the class as it was before."""
+    own = vars(model).get("forward")
+    if own is None:
+        return
+
+    def call(model: nn.Module, *inputs: Any, **keywords: Any) -> Any:
+        return own(*inputs, **keywords)
+
+    @wraps(own)
+    def forward(*inputs: Any, **keywords: Any) -> Any:
+        return model.axonn_sequences.run(model, call, inputs, keywords)
+
+    model.forward = forward
+
+
+def shifted_for_head(call: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with labels that were shifted while they were whole, where TRL's head is asked for, which would shift those of a share."""
+    if not arguments.get(FUSED) or arguments.get("shift_labels") is not None or call.labels is None:
+        return arguments
+    call.head = arguments.get("num_items_in_batch")
+    shifted = torch.nn.functional.pad(call.labels[:, 1:], (0, 1), value=-100)
+    return arguments | {"labels": None, "shift_labels": call.cut(shifted)}
+
+
+def joined(call: Any, output: Any) -> Any:
+    """A model's output with all tokens."""
+    output = with_routers(call, output)
+    mask = getattr(output, "label_mask", None)
+    if mask is None or getattr(output, "log_probs", None) is None:
+        return call.joined(output)
+
+    def mean(found: Any) -> Tensor:
+        items = found.label_mask.sum().clamp(min=1) if call.head is None else call.head
+        return -found.log_probs.sum() / items
+
+    balance = output.loss - mean(output)
+    for name, value in output.items():
+        if isinstance(value, Tensor) and value.dim() == 2:  # the last token has no next
+            output[name] = call.whole(value.byte() if value.dtype == torch.bool else value)[:, :-1].to(value.dtype)
+    output.loss = mean(output) + balance
+    return output
+
+
+def with_logits_at(output: Any, kept: int | Tensor) -> Any:
+    """A model's output whose logits are of the last tokens, so many, or of those of these numbers; of all where it is 0."""
+    if not isinstance(kept, Tensor) and kept == 0:
+        return output
+    at = kept if isinstance(kept, Tensor) else slice(-kept, None)
+    if isinstance(output, tuple):
+        return output[0][:, at], *output[1:]
+    output.logits = output.logits[:, at]
     return output
 
 

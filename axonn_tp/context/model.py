@@ -32,7 +32,7 @@ from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.activation import plain, split_as
 
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_ROUTER = "output_router_logits"
+_ROUTER, _KEPT = "output_router_logits", "logits_to_keep"
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,8 @@ class SharedSequences:
         main = main_input(arguments)
         if main is None or arguments.get("past_key_values") is not None or arguments.get("use_cache"):
             return self.whole(forward, model, inputs, keywords)
+        keywords, kept = self._with_all_logits(keywords)
+        arguments |= keywords
         part = self.part
         call = Call.of(main, self.mesh, self.how, part.tokens)
         padded = part.tokens is None and call.check_same(arguments)
@@ -105,7 +107,8 @@ class SharedSequences:
         self.now = call
         with self.active():
             output = forward(model, *inputs, **keywords)
-            output = call.joined(huggingface.with_routers(call, output)) if part.last else output
+            output = huggingface.joined(call, output) if part.last else output
+        output = huggingface.with_logits_at(output, kept)
         if self._counted is not None and call.counted != self._counted:
             raise ValueError(
                 f"{type(model).__name__} asks for the places of its tokens by torch.arange({call.share}) {call.counted} times, and asked "
@@ -113,6 +116,13 @@ class SharedSequences:
             )
         self._counted = call.counted
         return output
+
+    def _with_all_logits(self, keywords: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Arguments by which an HF model gives the logits of all tokens, and at which of them it was to; 0 for all."""
+        kept = keywords.get(_KEPT, 0)
+        if self.published is None or keywords.get("labels") is not None or not isinstance(kept, (int, Tensor)):
+            return keywords, 0
+        return keywords | {_KEPT: 0} if _KEPT in keywords else keywords, kept
 
     def forget(self) -> None:
         """Let the next call be the first."""
@@ -158,12 +168,12 @@ class SharedSequences:
             cut["position_ids"] = call.places[None]
         cut |= self.defaults
         given = [name for name, _ in zip(self._names, inputs, strict=False)]
-        return tuple(cut.pop(name) for name in given), cut
+        return tuple(cut.pop(name) for name in given), huggingface.shifted_for_head(call, cut)
 
     def _caches(self, arguments: dict[str, Any]) -> bool:
         """True if the model would make a cache in one process."""
         assert self.published is not None
-        if not self.defaults or arguments.get("use_cache") is not None:
+        if not self.defaults or arguments.get("use_cache") is not None or arguments.get(huggingface.FUSED):
             return False
         recomputed = any(
             getattr(one, "gradient_checkpointing", False) and one.training for one in self.published.models
@@ -333,3 +343,4 @@ def share_sequences(model: nn.Module, mesh: Mesh, how: str | None = None, verify
 
     same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     model.__class__ = type(kind.__name__, (kind,), {"forward": forward, **same})
+    huggingface.share_own_forward(model)

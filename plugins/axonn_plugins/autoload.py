@@ -80,6 +80,18 @@ def _patch_peft(module: ModuleType) -> None:
     patch(module)
 
 
+def _patch_swaps(module: ModuleType) -> None:
+    from axonn_plugins.hosts.transformers.peft_patch import patch_swaps
+
+    patch_swaps(module)
+
+
+def _patch_averages(module: ModuleType) -> None:
+    from axonn_plugins.hosts.transformers.averages import patch
+
+    patch(module)
+
+
 _TARGETS = {
     "torch.distributed.distributed_c10d": _register_backend,
     "deepspeed.runtime.config": _patch_deepspeed,
@@ -105,6 +117,8 @@ _TARGETS = {
     "litgpt.finetune.adapter": _patch_lightning,
     "litgpt.finetune.adapter_v2": _patch_lightning,
     "peft.peft_model": _patch_peft,
+    "peft.utils.hotswap": _patch_swaps,
+    "trl.trainer.callbacks": _patch_averages,
 }
 
 

@@ -285,6 +285,29 @@ class Everywhere(nn.Module):
         return made * self.scale if self.kind == "stream" else made
 
 
+class Averaged(nn.Module):
+    """Weights of what is called go into those of a teacher, which is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = (
+            nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh()) for _ in range(2)
+        )
+        self.teacher.load_state_dict(self.student.state_dict())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.student(x)
+
+
+def test_a_module_that_is_not_called_lies_as_the_one_of_its_structure() -> None:
+    """Shards over x and z of a pair and of two layers by themselves are of one size, and were averaged with each other."""
+    plan, report = auto_plan(Averaged(), Grid(gx=2, gz=2))
+    kinds = {name: layer.kind for name, layer in plan.items()}
+    assert kinds["student.0"] == kinds["teacher.0"] == "normal"
+    assert kinds["student.2"] == kinds["teacher.2"] == "transposed"
+    assert "as student, of the same structure" in str(report)
+
+
 def test_what_is_used_outside_of_a_pair_is_not_used_in_it() -> None:
     found = {}
     for kind, named in (("activation", "act.weight"), ("rows", "table"), ("weight", "last.weight"), ("within", None)):

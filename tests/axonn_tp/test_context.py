@@ -168,7 +168,13 @@ def of_hf(model: nn.Module, mesh: Mesh | None, how: str) -> Tensor:
     labels = batch.masked_fill(more.get("attention_mask", torch.ones(1)) == 0, -100)
     given = {name: part(value, mesh) for name, value in {"input_ids": batch, "labels": labels, **more}.items()}
     count = part(labels, None)[:, 1:].ne(-100).sum() / (1 if mesh is None else mesh.grid.readers)
-    return model(**given, num_items_in_batch=count, use_cache=False).loss
+    loss = model(**given, num_items_in_batch=count, use_cache=False).loss
+    if how != "left":
+        return loss
+    del given["labels"]
+    for kept in (2, torch.tensor([5, 3])):
+        loss = loss + model(**given, logits_to_keep=kept, use_cache=False).logits.square().mean()
+    return loss
 
 
 def two_batches(model: nn.Module, mesh: Mesh | None, how: str) -> Tensor:

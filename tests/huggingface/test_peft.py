@@ -147,6 +147,38 @@ def by_model() -> list[Any]:
         return [each.eval()(ids).logits.tolist() for each in (model, whole)]
 
 
+def swapped() -> list[Any]:
+    """Logits with an adapter of smaller rank hot-swapped into a split model, and as one process reads it; what one of larger rank is told."""
+    from peft.utils import hotswap
+
+    def adapter(rank: int, seed: int) -> Any:
+        torch.manual_seed(seed)
+        settings: dict[str, Any] = {"target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+        return peft.get_peft_model(
+            llama(1), peft.LoraConfig(r=rank, lora_alpha=rank, task_type="CAUSAL_LM", **settings)
+        )
+
+    model, ids, folder = adapter(3, 1), torch.arange(12).view(2, 6), same_on_all(tempfile.mkdtemp())
+    if dist.get_rank() == 0:
+        for rank in (2, 4):
+            adapter(rank, 2).save_pretrained(f"{folder}/{rank}")
+    dist.barrier()
+    parallelize(model, Mesh(Grid.for_world(dist.get_world_size(), gx=2)), "auto")
+    told = []
+    for change in (
+        partial(hotswap.hotswap_adapter, model, f"{folder}/4", "default", torch_device="cpu"),
+        partial(hotswap.prepare_model_for_compiled_hotswap, model, target_rank=4),
+    ):
+        try:
+            change()
+        except axonn_plugins.config.ConfigError as error:
+            told.append(str(error))
+    hotswap.hotswap_adapter(model, f"{folder}/2", "default", torch_device="cpu")
+    whole = peft.PeftModel.from_pretrained(llama(1), f"{folder}/2")
+    with torch.no_grad():
+        return [told, *(each.eval()(ids).logits.tolist() for each in (model, whole))]
+
+
 class Packed(nn.Linear):
     """A layer as bitsandbytes has them."""
 
@@ -232,7 +264,8 @@ def every(ranks: int) -> dict[str, Any]:
     told = {"refused": lambda: nn.Sequential(nn.Linear(8, 8), Packed()), "weights": of_weights}
     if ranks == 1:
         return found
-    return found | {name: refused(build) for name, build in told.items()} | {"by model": attempt(by_model)}
+    found |= {name: refused(build) for name, build in told.items()}
+    return found | {"by model": attempt(by_model), "swapped": attempt(swapped)}
 
 
 @pytest.mark.parametrize("ranks", [2, thorough(4)])
@@ -243,6 +276,10 @@ def test_adapters_are_those_of_one_process(ranks: int) -> None:
         assert "keeps its weight quantized" in found["refused"] and one_sentence(found["refused"])
         assert "names weight of the linear layer" in found["weights"] and one_sentence(found["weights"])
         torch.testing.assert_close(*map(torch.tensor, found["by model"]), rtol=0, atol=1e-5)
+        (larger, padded), *logits = found["swapped"]
+        assert "swap in an adapter of no larger rank" in larger and one_sentence(larger)
+        assert "whose shards it would pad" in padded and one_sentence(padded)
+        torch.testing.assert_close(*map(torch.tensor, logits), rtol=0, atol=1e-5)
         for name in OTHERS:
             tried, expected = found[name], wanted[name]
             assert not isinstance(tried, str) and not isinstance(expected, str), (tried, expected)

@@ -19,7 +19,7 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 from tests.huggingface.trainer_runs import forget, history, llama, preferred, tokenizer  # noqa: E402
 
-AXES = {"gx": 1, "gy": 1, "gz": 2}
+AXES = {"gx": 1, "gy": 1, "gz": 2, "sequence": 1}
 
 
 def mean(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
@@ -47,10 +47,11 @@ def rows(number: int, seed: int) -> Any:
 def tuned(
     grid: dict[str, Any] | None, readers: int, compute_loss_func: Any = None, **more: Any
 ) -> list[dict[str, float]]:
-    """The last batches, of 3 and 2 samples, leave the second of two readers without any."""
+    """The last batches, of 3 and 2 samples, leave the second of two readers without any. Weights are averaged meanwhile."""
     forget()
     folder = same_on_all(tempfile.mkdtemp())
     arguments = trl.SFTConfig(**preferred(folder, 8, grid, readers) | {"max_length": 12} | more)
+    averaging = trl.BEMACallback(update_freq=2)
     used = trl.SFTTrainer(
         model=llama(),
         args=arguments,
@@ -58,26 +59,29 @@ def tuned(
         eval_dataset=rows(10, 2),
         processing_class=tokenizer(),
         compute_loss_func=compute_loss_func,
+        callbacks=[averaging],
     )
     used.train()
-    return history(used)
+    averaged: Any = averaging.running_model
+    return [*history(used), {name: float(weight.square().sum()) for name, weight in averaged.named_parameters()}]
 
 
-SOME = {"z": [1, 2, 3, 4], "x": [0], "y": [5]}
+SOME = {"gz": [1, 2, 3, 4], "gx": [0], "gy": [5], "sequence": [0, 3]}
 """By axis, ways in every run, each once: those with rows of their own where each rank reads its own."""
 
 
 def every(pairs: list[tuple[int, str | None]]) -> list[Any]:
-    return [
-        attempt(partial(tuned, axis and {axis: 2, "plan": "auto"}, AXES[axis] if axis else 1, **WAYS[way]))
-        for way, axis in pairs
-    ]
+    found = []
+    for way, axis in pairs:
+        grid = {"gz": {"sequence": 2}} if axis == "sequence" else {axis: 2}
+        found.append(attempt(partial(tuned, axis and grid | {"plan": "auto"}, AXES[axis] if axis else 1, **WAYS[way])))
+    return found
 
 
 @pytest.mark.parametrize("all_pairs", [False, thorough(True)])
 def test_losses_are_those_of_one_process(all_pairs: bool) -> None:
     wanted = run_ranks(every, 1, [(way, None) for way in range(len(WAYS))])[0]
-    pairs = [(way, axis) for way in range(len(WAYS)) for axis in AXES if all_pairs or way in SOME[axis[1]]]
+    pairs = [(way, axis) for way in range(len(WAYS)) for axis in AXES if all_pairs or way in SOME[axis]]
     found = run_ranks(every, 2, pairs)[0]
     for tried, expected in zip(found, [wanted[way] for way, _ in pairs], strict=True):
         assert not isinstance(tried, str) and not isinstance(expected, str), (tried, expected)

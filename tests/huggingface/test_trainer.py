@@ -95,7 +95,8 @@ def evaluated_first(block: dict[str, Any] | None, readers: int) -> dict[str, Any
     used = trainer(PLAIN, block, readers, same_on_all(tempfile.mkdtemp()))
     before = reported(used.evaluate())
     used.train()
-    return {"history": history(used), "metrics": before, "parameters": used.model.num_parameters()}
+    counts = used.model.num_parameters(), used.get_num_trainable_parameters()
+    return {"history": history(used), "metrics": before, "parameters": counts}
 
 
 def compiled(case: Case, block: dict[str, Any] | None, readers: int) -> dict[str, Any]:

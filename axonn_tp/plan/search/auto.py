@@ -14,6 +14,7 @@ import gc
 import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -35,6 +36,7 @@ from axonn_tp.plan.search.replay import containing
 from axonn_tp.plan.search.runs import Mismatch, Run
 from axonn_tp.plan.search.shadow import Shadow
 from axonn_tp.plan.search.stream import Shared, split_stream
+from axonn_tp.plan.search.twins import twins
 
 
 def auto_plan(
@@ -102,9 +104,7 @@ class _Finder:
         self.model, self.grid = model, grid
         self.reasons: dict[str, str] = {}
         self.tensors: dict[str, tuple] = {}
-        self.whole: set[str] = set()
-        self._paired: set[str] = set()
-        self.note = ""
+        self.whole, self._paired, self.note = set[str](), set[str](), ""
         alone = free_layers(model)
         self.sizes = {name: size for name, m in model.named_modules() if name in alone and (size := features(m))}
         self.free = set(self.sizes)
@@ -133,6 +133,7 @@ class _Finder:
             judged = [self._judge(group, traced) for group in candidates]
             traced.groups = [group for group in judged if group is not None]
             found += self._apart(traced, users)
+            found += twins(self.model, traced.groups, self.free, self.reasons, partial(self._together, traced))
             self._whole = traced.run.arguments[""] if not traced.name else None
             self._uncalled = min(self.sizes.keys() - traced.run.inputs.keys(), default="")
             traced.run = Run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -104,7 +105,7 @@ def _whole_too(original: Callable[..., AbstractContextManager]) -> Callable[...,
     def onload_layer(layer: nn.Module) -> Iterator[None]:
         """PEFT's own; inside, a split layer's parameters are whole, and what has become of them is split again behind it."""
         with torch.no_grad(), original(layer):
-            shards = _gathered(layer)
+            shards = gathered(layer)
             try:
                 yield
             finally:
@@ -115,7 +116,8 @@ def _whole_too(original: Callable[..., AbstractContextManager]) -> Callable[...,
     return onload_layer
 
 
-def _gathered(layer: nn.Module) -> dict[nn.Parameter, tuple[Any, Any, torch.Tensor]]:
+def gathered(layer: nn.Module) -> dict[nn.Parameter, tuple[Any, Any, torch.Tensor]]:
+    """Make the parameters of split layers whole, and give the layer, the layout and the shard of each; all ranks call it."""
     from axonn_tp.layers.exports import whole_tensor
 
     shards: dict[nn.Parameter, tuple[Any, Any, torch.Tensor]] = {}
@@ -138,3 +140,59 @@ def _before_the_split(original: Callable[..., None]) -> Callable[..., None]:
         original(self, model, adapter_name, *given, **keywords)
 
     return inject_adapter
+
+
+def patch_swaps(module: ModuleType) -> None:
+    """Add to ``peft.utils.hotswap``; harmless when called again."""
+    if getattr(module.hotswap_adapter_from_state_dict, "axonn", False):
+        return
+    module.hotswap_adapter_from_state_dict = _swapping(module.hotswap_adapter_from_state_dict)  # type: ignore[attr-defined]
+    module.prepare_model_for_compiled_hotswap = _padding(module.prepare_model_for_compiled_hotswap)  # type: ignore[attr-defined]
+
+
+def _swapping(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def hotswap_adapter_from_state_dict(
+        model: Any, state_dict: dict[str, torch.Tensor], *given: Any, **named: Any
+    ) -> None:
+        """PEFT's own, given this rank's shard of what a split layer takes.
+
+        Raises:
+            ConfigError: a tensor is larger than that which it takes the place of.
+        """
+        from axonn_tp.layers.exports import as_shards
+
+        split = {id(p): (one, name) for one in _split_layers(model) for name, p in one._parameters.items()}
+        taken = dict(state_dict)
+        for key, whole in state_dict.items():
+            try:
+                layer, name = split[id(attrgetter(key)(model))]
+            except (AttributeError, KeyError):
+                continue
+            shape = tuple(layer.layouts[name].serial_shape)
+            if whole.dim() != len(shape) or any(new > old for new, old in zip(whole.shape, shape, strict=True)):
+                raise ConfigError(
+                    f"hot-swapping gives {key}, which is split over ranks, a tensor of shape {tuple(whole.shape)} where it has {shape}; swap in an adapter "
+                    "of no larger rank, or load it before the Trainer, accelerator.prepare or deepspeed.initialize takes the model"
+                )
+            padded = whole.new_zeros(shape)
+            padded[tuple(map(slice, whole.shape))] = whole
+            taken[key] = layer.layouts[name].shard(padded, layer.mesh.grid, layer.mesh.coordinates)
+        with as_shards():  # PEFT takes the names alone
+            original(model, taken, *given, **named)
+
+    hotswap_adapter_from_state_dict.axonn = True  # type: ignore[attr-defined]
+    return hotswap_adapter_from_state_dict
+
+
+def _padding(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def prepare_model_for_compiled_hotswap(model: nn.Module, *given: Any, **named: Any) -> None:
+        if _split_layers(model):
+            raise ConfigError(
+                "prepare_model_for_compiled_hotswap is called on a model that is split over ranks already, whose shards it would pad; call it before the "
+                "Trainer, accelerator.prepare or deepspeed.initialize takes the model"
+            )
+        original(model, *given, **named)
+
+    return prepare_model_for_compiled_hotswap

@@ -40,6 +40,7 @@ def patch(module: ModuleType) -> None:
         trainer._track_num_input_tokens,
         lambda self: has_block(self.accelerator) and self.args.include_num_input_tokens_seen == "all",
     )
+    trainer.get_num_trainable_parameters = _num_trained(trainer.get_num_trainable_parameters)
     model.num_parameters = _num_parameters(model.num_parameters)
     module.get_model_param_count = _param_count(module.get_model_param_count)  # type: ignore[attr-defined]
 
@@ -329,6 +330,14 @@ def _num_parameters(original: Callable[..., int]) -> Callable[..., int]:
         return original(self, only_trainable, exclude_embeddings) + absent(counted)
 
     return num_parameters
+
+
+def _num_trained(original: Callable[..., int]) -> Callable[..., int]:
+    @wraps(original)
+    def get_num_trainable_parameters(self: Any) -> int:
+        return original(self) + absent(p for p in self.model.parameters() if p.requires_grad)
+
+    return get_num_trainable_parameters
 
 
 def _param_count(original: Callable[..., int]) -> Callable[..., int]:
