@@ -6,6 +6,7 @@ theirs, shard by shard.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -32,12 +33,12 @@ def twins(
         problem: of all groups together; None where they are right.
     """
     taken = {name for group in groups for name in _names(group)}
-    found = []
-    for twin, other in _twins(model, {*free}, taken) if taken else ():
+    open_to_all, found = {*free} - taken - reasons.keys(), []
+    for twin, other in _twins(model, free, taken) if taken else ():
         for group in groups:
             if all(name.startswith(f"{twin}.") for name in _names(group)):
                 names = [other + name[len(twin) :] for name in _names(group)]
-                if {*names} <= {*free} - taken - reasons.keys():
+                if open_to_all.issuperset(names):
                     source = f"as {twin}, of the same structure"
                     found.append(replace(group, normal=tuple(names[:-1]), transposed=names[-1], source=source))
     return found if found and problem([*groups, *found]) is None else []
@@ -47,21 +48,27 @@ def _names(group: Group) -> tuple[str, ...]:
     return *group.normal, group.transposed
 
 
-def _twins(model: nn.Module, free: set[str], taken: set[str]) -> Iterator[tuple[str, str]]:
+def _twins(model: nn.Module, free: Collection[str], taken: set[str]) -> Iterator[tuple[str, str]]:
     """Names of modules that have groups, each with one of the same structure that has none; the largest alone."""
+    inside = Counter(module for name in free for module in _around(name))
+    begun = {module for name in taken for module in _around(name)}
+    modules = dict(model.named_modules())
+    without = {name: _structure(modules[name]) for name in modules if inside[name] > 1 and name not in begun}
     known: dict[Hashable, str] = {}
-    without: dict[str, Hashable] = {}
-    for name, module in model.named_modules():
-        inside = {linear for linear in free if linear.startswith(f"{name}.")} if name else set()
-        if inside & taken:
-            known.setdefault(_structure(module), name)
-        elif len(inside) > 1:
-            without[name] = _structure(module)
-    done: list[str] = []
+    for name in modules if without else ():
+        if name in begun:
+            known.setdefault(_structure(modules[name]), name)
+    done: set[str] = set()
     for name, structure in without.items():
-        if structure in known and not any(name.startswith(f"{one}.") for one in done):
-            done.append(name)
+        if structure in known and done.isdisjoint(_around(name)):
+            done.add(name)
             yield known[structure], name
+
+
+def _around(name: str) -> list[str]:
+    """Names of the modules that a module is in, without the model's own."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _structure(module: nn.Module) -> Hashable:
