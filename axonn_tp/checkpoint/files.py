@@ -75,8 +75,18 @@ def commit(folder: Path, written: Sums) -> None:
     Args:
         folder: its final name.
         written: checksums of the files that ranks wrote; those of the others are found here.
+
+    Raises:
+        CheckpointError: another rank wrote its files elsewhere.
     """
     work = aside(folder)
+    for name, pieces in written.items():
+        file = work / name
+        if not file.is_file() or file.stat().st_size != sum(length for length, *_ in pieces):
+            raise CheckpointError(
+                f"checkpoint {folder} was not written, for the file {name} of another rank is not there; give all ranks the same folder, on a "
+                "disk that they all see"
+            )
     others = sums.cut(work, [file.name for file in work.iterdir() if file.name not in written])
     sums.seal(work, written | sums.sums_of(others, sums.checksums(work, others)), MANIFEST, MARKER)
     flush(work)

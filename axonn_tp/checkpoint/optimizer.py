@@ -67,13 +67,16 @@ def whole_pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pieces:
     """A piece for every parameter that the optimizer trains, by parameter group.
 
     Raises:
-        CheckpointError: the optimizer has a parameter that the model does not have.
+        CheckpointError: the optimizer has a parameter that the model does not have, or states in another optimizer.
     """
+    _check_own_states(optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: Pieces = []
     for group in optimizer.param_groups:
         found.append([])
         for parameter in group["params"]:
+            if getattr(parameter, "axonn_stands_in", False):  # for none, on a stage that trains nothing
+                continue
             if id(parameter) not in names:
                 raise CheckpointError(
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's; "
@@ -81,6 +84,17 @@ def whole_pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Pieces:
                 )
             found[-1].append(Piece(names[id(parameter)], layout_of(parameter), parameter, 0, parameter.numel()))
     return found
+
+
+def _check_own_states(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse one that steps by another, as Lookahead and `samo.Optimizer` do: what that one has gathered is not in its own state."""
+    for name, held in vars(optimizer).items():
+        if isinstance(held, torch.optim.Optimizer) and held.state is not optimizer.state:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} keeps states in another optimizer ({name}: {type(held).__name__}), which a checkpoint would be "
+                "without; save and load without the optimizer, and keep what its state_dict() gives on each rank in a file of that rank, for its "
+                "load_state_dict there"
+            )
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, pieces: Pieces) -> tuple[Shards, Notes]:

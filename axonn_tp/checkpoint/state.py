@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from axonn_tp.checkpoint.dealt import DealtNames
 from axonn_tp.checkpoint.files import CheckpointError
@@ -47,17 +48,26 @@ def model_state(model: nn.Module) -> tuple[Shards, Notes]:
 
 
 def restore_modules(model: nn.Module, notes: Notes) -> None:
-    """Give modules the state that is no tensor of theirs."""
+    """Give modules the state that is no tensor of theirs, as far as the model has them, and call their hooks of a `load_state_dict`."""
+    modules = dict(model.named_modules())
     for name, value in notes["modules"].items():
-        model.get_submodule(name.removesuffix(_EXTRA).rstrip(".")).set_extra_state(value)
+        module = modules.get(name.removesuffix(_EXTRA).rstrip("."))
+        if module is not None:
+            module.set_extra_state(value)
+    for module in reversed(modules.values()):
+        for hook in module._load_state_dict_post_hooks.values():
+            hook(module, _IncompatibleKeys([], []))
 
 
-def check_tensors(shards: Shards, stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+def check_tensors(
+    shards: Shards, stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]], converted: bool = False
+) -> None:
     """Refuse to read into tensors of another shape or dtype.
 
     Args:
         shards: what will be read.
         stored: serial shapes and dtypes in the checkpoint.
+        converted: numbers of another floating-point type are converted.
 
     Raises:
         CheckpointError: names the tensor.
@@ -70,21 +80,31 @@ def check_tensors(shards: Shards, stored: Mapping[str, tuple[tuple[int, ...], to
             raise CheckpointError(
                 f"{name} has shape {shape} in the checkpoint and {shard.layout.serial_shape} here; load it into the model that was saved"
             )
-        if dtype != shard.tensor.dtype:
+        floating = converted and dtype.is_floating_point and shard.tensor.is_floating_point()
+        if dtype != shard.tensor.dtype and not floating:
             raise CheckpointError(
                 f"{name} is {dtype} in the checkpoint and {shard.tensor.dtype} here; build the model in the dtype that was saved"
             )
 
 
-def model_targets(model: nn.Module, notes: Notes) -> Shards:
+def model_targets(model: nn.Module, notes: Notes, strict: bool = True, converted: bool = False) -> Shards:
     """The model's shards by their names in the checkpoint.
+
+    Args:
+        model: the model.
+        notes: of the checkpoint.
+        strict: refuse what is here or there alone; else it is left out, as by torch's `load_state_dict`.
+        converted: see `check_tensors`.
 
     Raises:
         CheckpointError: names a parameter that is here or there alone, or of another shape or dtype.
     """
     shards, _ = model_state(model)
-    check_tensors(shards, notes["tensors"])
-    for name in notes["tensors"]:
+    if not strict:
+        known = notes["tensors"].keys() | {f"model.{name}" for name in notes["model"]["aliases"]}
+        shards = {name: shard for name, shard in shards.items() if name in known}
+    check_tensors(shards, notes["tensors"], converted)
+    for name in notes["tensors"] if strict else ():
         if name.startswith("model.") and name not in shards:
             raise CheckpointError(
                 f"the checkpoint has {name}, which the model has not; load it into the model that was saved"

@@ -120,7 +120,7 @@ def write(
         asynchronous: see `save`.
         keep_last: see `save`.
     """
-    notes = {"random": random_state(), **notes}
+    notes, folder = {"random": random_state(), **notes}, folder.absolute()  # for a script that goes elsewhere meanwhile
     if not asynchronous:
         _write(folder, shards, notes, ranks, keep_last)
         return None

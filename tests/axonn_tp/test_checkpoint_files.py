@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 import axonn_tp
+import samo
 from axonn_plugins.cluster.launch import RankFailed
 from axonn_tp import Mesh
-from axonn_tp.checkpoint import CheckpointError, latest, load, save
+from axonn_tp.checkpoint import CheckpointError, files, latest, load, save
 from tests.distributed import run_ranks
 from tests.matrix import thorough
 
@@ -257,6 +258,25 @@ def test_a_failed_save_is_told_and_the_old_one_stays(tmp_path: Path, monkeypatch
         assert held(folder) == 1.0
 
 
+def test_a_relative_folder_is_where_the_save_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    saving = save("one", small(1.0), None, asynchronous=True)
+    monkeypatch.chdir(tmp_path / "other")
+    assert saving is not None
+    saving.wait()
+    assert held(tmp_path / "one") == 1.0 and os.listdir(tmp_path / "other") == []
+
+
+def test_files_that_another_rank_wrote_elsewhere_are_missed(tmp_path: Path) -> None:
+    """As on a disk of its node: the checkpoint before was given up for one without them."""
+    save(tmp_path / "one", small(1.0), None)
+    files.begin(tmp_path / "one")
+    with pytest.raises(CheckpointError, match="the file __1_0.distcp of another rank is not there"):
+        files.commit(tmp_path / "one", {"__1_0.distcp": [(3, 5, "model.0.weight at (0, 0)")]})
+    assert held(tmp_path / "one") == 1.0
+
+
 def test_adafactor_is_refused(tmp_path: Path) -> None:
     model = small(1.0)
     optimizer = torch.optim.Adafactor(model.parameters())
@@ -265,6 +285,41 @@ def test_adafactor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="row_var of parameter 0.weight in Adafactor"):
         save(tmp_path / "one", model, None, optimizer)
     assert os.listdir(tmp_path) == []
+
+
+class Around(torch.optim.Optimizer):
+    """Steps by an optimizer that it holds, as Lookahead does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.inner = torch.optim.AdamW(self.param_groups)
+
+
+def test_an_optimizer_that_holds_another_is_refused(tmp_path: Path) -> None:
+    """Its own state lacks the other one's, and that of `samo.Optimizer` is empty: both went without a word."""
+    model = small(1.0)
+    save(tmp_path / "one", model, None)
+    for optimizer in (Around(model.parameters()), samo.Optimizer(torch.optim.AdamW, model)):
+        said = rf"{type(optimizer).__name__} keeps states in another optimizer \(inner: AdamW\)"
+        for use in (save, load):
+            with pytest.raises(CheckpointError, match=said):
+                use(tmp_path / "one", model, None, optimizer)
+
+
+class Normed(nn.Linear):
+    """Keeps a number that it makes of its weights when they are loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.norm = self.weight.detach().norm()
+        self.register_load_state_dict_post_hook(lambda module, keys: setattr(module, "norm", module.weight.norm()))
+
+
+def test_hooks_of_load_state_dict_are_called(tmp_path: Path) -> None:
+    saved, other = Normed(), nn.Sequential(Normed())
+    save(tmp_path / "one", nn.Sequential(saved), None)
+    load(tmp_path / "one", other, None)
+    assert torch.equal(other[0].norm, saved.norm)
 
 
 def test_channels_last(tmp_path: Path) -> None:

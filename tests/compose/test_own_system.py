@@ -13,7 +13,7 @@ from axonn_plugins.hosts.plain import compose
 from tests.compose.noise import GradientNoise
 from tests.compose.training import ACCUMULATION, Case, ready, run, serial_run
 from tests.deepspeed.training import attempt
-from tests.distributed import run_ranks
+from tests.distributed import run_ranks, same_on_all
 from tests.matrix import thorough
 
 NOISE: dict[str, Any] = {"gradient_noise": {"std": 0.3}}
@@ -55,7 +55,10 @@ def plain(case: Case) -> Any:
         losses.append(total.item() / dist.get_world_size())
         assert made.total_norm is not None
         norms.append(made.total_norm.item())
-    dist.barrier()
+    # Another rank's state, whose shards are as large.
+    refused = attempt(made.optimizer.load_state_dict, same_on_all(made.optimizer.state_dict()))
+    first = all(made.mesh.rank(axis) == 0 for axis in "xyz")
+    assert refused is None if first else "ValueError: the state is of weights' shards 0 of 2 over " in refused, refused
     return losses, norms, *serial_run(case, readers)
 
 

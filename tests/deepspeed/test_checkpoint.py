@@ -190,6 +190,12 @@ def test_killed_while_the_first_one_is_named(
     assert complete._chosen(tmp_path, None) == chosen
 
 
+def test_a_tag_with_spaces_around_it_is_the_latest(tmp_path: Path) -> None:
+    (tmp_path / " one .incomplete").mkdir()
+    complete._rename(tmp_path, " one ", sums.sums_of([], []), True)
+    assert complete._chosen(tmp_path, None) == " one "
+
+
 def variant(name: str, stage: int, grid: str) -> Case:
     if name != "fp32 groups":
         return case(grid, name, stage)
@@ -321,7 +327,14 @@ def weights_alone(place: str) -> bool:
     named = list(engine.module.named_parameters())
     masters = all(torch.equal(safe_get_full_fp32_param(p), whole[n].float()) for n, p in named)
     same = all(torch.equal(whole[n], weights[f"{n} weight"]) for n, _ in named)
-    return masters and same and not engine.global_steps
+    # In another type, into a model that has more and trains less.
+    other = fresh(variant("fp32", 0, "gx2gy2"))
+    other.module.register_parameter("added", torch.nn.Parameter(torch.ones(3)))
+    other.optimizer.param_groups[0]["params"].pop()
+    other.load_checkpoint(place, load_module_strict=False, load_optimizer_states=False)
+    wider = other.module.state_dict()
+    same = same and all(torch.equal(wider[n], weights[f"{n} weight"].float()) for n, _ in named)
+    return masters and same and not engine.global_steps and other.lr_scheduler.last_batch_iteration > 0
 
 
 @pytest.fixture(scope="module")

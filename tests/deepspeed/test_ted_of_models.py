@@ -117,6 +117,11 @@ def trained(folder: str, names: list[str]) -> dict[str, tuple[float, float]]:
         saved = torch.load(f"{folder}/{stage}.bin")
         assert saved.keys() == weights.keys() and all(torch.equal(saved[key], state[key]) for key in saved)
         assert state.keys() == weights.keys()
+        for key, parameter in engine.module.named_parameters():
+            parameter.requires_grad_(".experts." not in key)
+        engine.save_16bit_model(folder, f"{stage} trained.bin", exclude_frozen_parameters=True)
+        dist.barrier()
+        assert torch.load(f"{folder}/{stage} trained.bin").keys() == {key for key in weights if ".experts." not in key}
         apart = max((state[key] - weights[key]).abs().max().item() for key in weights)
         found[name] = max(abs(a - b) for a, b in zip(losses, expected, strict=True)), apart
         engine.destroy()

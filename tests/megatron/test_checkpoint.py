@@ -476,6 +476,16 @@ def test_two_optimizers_that_stock_megatron_saved_are_one(nested: bool) -> None:
     assert checkpoint_optimizer.as_of_one(dict(of_kinds)) == of_kinds
 
 
+def test_groups_that_were_not_saved_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """As with --decoupled-lr in this run alone."""
+    kept = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "is_expert_parallel": False}
+    now = [[{**kept, "params": [0]}], [{**kept, "is_decoupled_lr": True, "params": [0]}]]
+    with pytest.raises(SystemExit):
+        checkpoint_optimizer.separate({"param_groups": [kept], "state": {}}, now)
+    said = capsys.readouterr().err
+    assert "with wd_mult = 1.0, lr_mult = 1.0, is_decoupled_lr = True" in said and "--no-load-optim" in said
+
+
 def test_an_optimizer_of_nothing_leaves_no_list_in_a_checkpoint() -> None:
     """As Muon's of what z does not split: stored, it would not fit where one optimizer has all."""
     kept = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False}

@@ -270,6 +270,15 @@ def resumed(folder: str, stages: tuple[int, ...]) -> dict[str, Any]:
         half.load_checkpoint(folder, tag=f"ours{stage}")
         found[f"weights, stage {stage}"] = (all(torch.equal(whole[k], p) for k, p in parameters(half).items()), True)
         engine.destroy(), half.destroy()
+    case = Case(frozen, stage=1, offload={})  # its first stage steps by nothing
+    engine = start(case)
+    train(engine, case, [1])
+    engine.save_checkpoint(folder, tag="frozen")
+    engine.destroy()
+    engine = start(replace(case, stages=1))
+    engine.load_checkpoint(folder, tag="frozen")
+    found["a frozen stage"] = (engine.global_steps == 1, True)
+    engine.destroy()
     return found
 
 

@@ -18,7 +18,7 @@ from axonn_plugins.optim.memory import state_bytes
 from axonn_plugins.optim.parameters import check_shares, named_groups
 from axonn_plugins.optim.reducer import Reducer, gather_weights
 from axonn_plugins.optim.segments import make_tiles, step_tiles
-from axonn_plugins.optim.state import load_masters, on_index, read_state, write_state
+from axonn_plugins.optim.state import check_shards, load_masters, on_index, read_state, shards_of, write_state
 from axonn_plugins.optim.store import Entry, Ranks, Store, make_stores, ranks_of
 from axonn_plugins.optim.tiles import Buffers
 from axonn_plugins.optim.whole.find import make_inner
@@ -310,13 +310,13 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         Returns:
             "state": by the parameter's number: "positions" (absent where all are kept), "master" for 16-bit parameters, and
-            the inner optimizer's; "param_groups" as torch's; "loss_scale".
+            the inner optimizer's; "param_groups" as torch's; "loss_scale"; "shards" where weights are split, see `shards_of`.
         """
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
-        read = read_state(self.stores, self.inner.state, device)
-        state = {numbers[entry.parameter]: values for entry, values in read.items()}
+        read = read_state(self.stores, self.inner.state, device).items()
+        state = dict(sorted((numbers[entry.parameter], values) for entry, values in read))
         scale = None if self.loss_scale is None else self.loss_scale.state_dict()
-        return {**super().state_dict(), "state": dict(sorted(state.items())), "loss_scale": scale}
+        return {**super().state_dict(), "state": state, "loss_scale": scale, **shards_of(self.entries, self.mesh)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -325,8 +325,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         A torch optimizer's state_dict of the dense model is taken, too: what is pruned here is dropped.
 
         Raises:
-            ValueError: it is of other parameters.
+            ValueError: it is of other parameters, or of another rank's shards of them.
         """
+        check_shards(state_dict, self.entries, self.mesh)
         parameters, given = self._parameters, state_dict["param_groups"]
         order = [number for group in given for number in group["params"]]
         if len(order) != len(parameters) or len(given) != len(self.param_groups):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor
 from axonn_plugins.optim.reducer import gather, gather_weights
 from axonn_plugins.optim.store import Bucket, Entry, Segment, Store
 from axonn_plugins.optim.tiles import settle
+from axonn_tp import Mesh, layout_of
 
+_SHARDS = "shards"
 MASTER = "master"
 """The name of float32 weights beside the optimizer's own names."""
 WHOLE = "whole"
@@ -208,6 +210,29 @@ def on_index(entry: Entry, state: Mapping[str, Any]) -> dict[str, Any]:
             )
         found[key] = entry.read(full, 0, entry.kept)
     return found
+
+
+def shards_of(entries: Iterable[Entry], mesh: Mesh | None) -> dict[str, list[str]]:
+    """Under "shards" in words which shards of split parameters this rank has; nothing where none is split."""
+    found = set()
+    for layout in {layout_of(entry.parameter) for entry in entries} if mesh is not None else ():
+        on = mesh.over(layout.grid)
+        found |= {f"{on.rank(axis)} of {on.size(axis)} over {axis}" for axis in layout.axes if on.size(axis) > 1}
+    return {_SHARDS: sorted(found)} if found else {}
+
+
+def check_shards(state: Mapping[str, Any], entries: Iterable[Entry], mesh: Mesh | None) -> None:
+    """Refuse the state of another rank's shards, whose sizes may be this rank's.
+
+    Raises:
+        ValueError: it is.
+    """
+    given, here = state.get(_SHARDS), shards_of(entries, mesh).get(_SHARDS)
+    if given is not None and given != here:
+        raise ValueError(
+            f"the state is of weights' shards {', '.join(given)}, and this rank has {', '.join(here) if here else 'whole weights'}; have each "
+            "rank save its own state, and load it on the same grid"
+        )
 
 
 def agreed(

@@ -172,7 +172,8 @@ def _chosen(folder: Path, tag: str | None) -> str | None:
         note = folder / f"{_LATEST}{_ASIDE}"
         if not latest.is_file() and note.is_file() and note.read_text(errors="replace") in marked:
             latest = note  # the first save was killed between the two names
-        tag = latest.read_text(errors="replace").strip() if latest.is_file() else ""
+        tag = latest.read_text(errors="replace") if latest.is_file() else ""
+        tag = tag if tag in marked else tag.strip()
         if marked and tag not in marked:
             raise ConfigError(
                 f"{latest} names {tag!r} and the checkpoint that was saved as the latest is {min(marked)}, so it is damaged or was changed; pass "

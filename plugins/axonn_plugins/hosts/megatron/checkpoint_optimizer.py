@@ -130,6 +130,15 @@ def _loaded(own: dict[str, Any], groups: Groups) -> dict[str, Any]:
 def _like(own: dict[str, Any], groups: Groups) -> dict[str, Any]:
     """A group as it was saved; of several one with its schedule, which flags may have changed, or one that has another than the default, too."""
     alike = [group for group in groups if _identity(group) == _identity(own)]
+    if not alike:
+        keys = [key for key in param_group_identifier_keys if key != "is_expert_parallel"]
+        words = ", ".join(f"{key} = {value}" for key, value in zip(keys, _identity(own), strict=True))
+        fail(
+            ConfigError(
+                f"--load: the checkpoint's optimizer has no group of parameters with {words}, as this run's has; give the flags with which it was "
+                "saved, as --decoupled-lr, or load it with --no-load-optim"
+            )
+        )
     schedule = _schedule(own)
     return max(alike, key=lambda group: (_schedule(group) == schedule, _schedule(group)[0] == schedule[0]))
 

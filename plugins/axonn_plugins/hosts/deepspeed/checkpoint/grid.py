@@ -21,7 +21,8 @@ from axonn_plugins.hosts.deepspeed.checkpoint.stock_reading import StockReading
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_refusals import why_unreadable
 from axonn_plugins.hosts.deepspeed.states import OwnStates
 from axonn_plugins.observe.files import complete
-from axonn_tp import full_state_dict
+from axonn_tp import full_state_dict, layout_of
+from axonn_tp.checkpoint.dealt import DealtNames
 
 
 class GridCheckpoints(OwnStates, PortableCheckpoints):
@@ -91,7 +92,12 @@ class GridCheckpoints(OwnStates, PortableCheckpoints):
         dtype = torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else None
         full = full_state_dict(self.module, self.mesh, dtype)
         if exclude_frozen_parameters:
-            frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+            named = [(name, p, layout_of(p)) for name, p in self.module.named_parameters()]
+            names, frozen = DealtNames(self.module), set[str]()
+            for name, parameter, layout in named:
+                if not parameter.requires_grad:
+                    homes = layout.homes(layout.grid or self.mesh.grid)
+                    frozen |= {names.outward(name, home) for home in range(homes)}
             full = {name: value for name, value in full.items() if name not in frozen}
         file = Path(save_dir) / save_filename
 

@@ -59,6 +59,8 @@ class OwnState:
         for group in self.view.param_groups:
             pieces.append([])
             for parameter in group["params"]:
+                if getattr(parameter, "axonn_stands_in", False):
+                    continue
                 start, length, state = parts.get(parameter, (0, 0, {}))
                 name, layout = self._names[parameter], layout_of(parameter)
                 if not self._writes(parameter):

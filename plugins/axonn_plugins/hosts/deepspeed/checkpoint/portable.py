@@ -101,7 +101,7 @@ class PortableState:
         """Write what `collect` returned."""
         write(folder, shards, notes, self.ranks)
 
-    def load(self, reading: Any, states: bool, schedule: bool, counters: bool) -> dict[str, Any]:
+    def load(self, reading: Any, states: bool, schedule: bool, counters: bool, strict: bool = True) -> dict[str, Any]:
         """Read what an engine on any grid wrote.
 
         Args:
@@ -109,6 +109,7 @@ class PortableState:
             states: with the optimizer's states and the loss scale.
             schedule: with the scheduler's state.
             counters: with the counts of steps and samples, and how far curricula are.
+            strict: refuse weights that are here or there alone.
 
         Returns:
             The client state.
@@ -126,7 +127,7 @@ class PortableState:
             notes = self.names.notes(notes, self.names.inward)
         if self.own is not None:
             self.own.take_masks(reading)
-        shards, hand_over = self.ranks.together(lambda: self._targets(notes, states))
+        shards, hand_over = self.ranks.together(lambda: self._targets(notes, states, strict))
         self.ranks.together(lambda: reading.read(self._outward(shards)))
         hand_over()
         restore_modules(self.module, notes["model"])
@@ -144,11 +145,12 @@ class PortableState:
                 if (saved := notes.get("data", {}).get(name)) is not None:
                     part.load_state_dict(saved)
         if schedule and self.engine.lr_scheduler is not None and "scheduler" in notes:
-            self.engine.lr_scheduler.load_state_dict(self._schedule(notes))
+            self.engine.lr_scheduler.load_state_dict(self._schedule(notes, states))
         return notes["extra"]
 
-    def _targets(self, notes: Notes, states: bool) -> tuple[Shards, Callable[[], None]]:
-        shards = model_targets(self.module, notes)
+    def _targets(self, notes: Notes, states: bool, strict: bool) -> tuple[Shards, Callable[[], None]]:
+        # Weights alone may be of another type.
+        shards = model_targets(self.module, notes, strict, converted=not states)
         if not states:
             return shards, lambda: None
         assert self.optimizer is not None
@@ -164,11 +166,13 @@ class PortableState:
         if scaler is not None and vars(scaler).keys() == saved.keys():  # else the other one was static, or dynamic
             vars(scaler).update(saved)
 
-    def _schedule(self, notes: Notes) -> Any:
+    def _schedule(self, notes: Notes, states: bool) -> Any:
         if self.optimizer is None or "optimizer" not in notes:
             return notes["scheduler"]
-        saved = notes["optimizer"]["groups"]
-        return regrouped(notes["scheduler"], matched_groups(groups_of(self.optimizer, self.pieces), saved), len(saved))
+        saved, here = notes["optimizer"]["groups"], groups_of(self.optimizer, self.pieces)
+        if not states and len(here) == len(saved):  # as many may be of other parameters then
+            return notes["scheduler"]
+        return regrouped(notes["scheduler"], matched_groups(here, saved), len(saved))
 
 
 def _scaler(engine: DeepSpeedEngine) -> Any:

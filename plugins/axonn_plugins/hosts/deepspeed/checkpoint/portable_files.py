@@ -27,8 +27,8 @@ class PortableCheckpoints(CheckedCheckpoints):
         Raises:
             ConfigError: the optimizer's states cannot be split anew; the same on every rank.
         """
-        state = self._portable_state()
         try:
+            state = self._portable_state()
             state.write(folder / PORTABLE, *state.collect(client_state))
         except CheckpointError as error:
             raise ConfigError(str(error)) from None
@@ -43,7 +43,6 @@ class PortableCheckpoints(CheckedCheckpoints):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str, dict]:
-        # Not strict is for checkpoints without some weights; these have all.
         if custom_load_fn is not None:
             raise ConfigError(
                 "custom_load_fn is for DeepSpeed's own files, which hold shards where weights are split; leave it out, and give whole tensors to "
@@ -55,7 +54,8 @@ class PortableCheckpoints(CheckedCheckpoints):
         schedule = load_lr_scheduler_states and not load_module_only
         try:
             state = self._portable_state()
-            found = state.load(self._reading(state, folder, states), states, schedule, not load_module_only)
+            reading = self._reading(state, folder, states)
+            found = state.load(reading, states, schedule, not load_module_only, load_module_strict)
         except CheckpointError as error:
             raise ConfigError(str(error)) from None
         return str(folder), found

@@ -93,7 +93,11 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
         if keywords.get("model_parameters") is not None:
             # Torch makes no optimizer of nothing, which a script may find to train in a stage; what is frozen is not stepped.
             frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-            keywords["model_parameters"] = list(keywords["model_parameters"]) or frozen
+            keywords["model_parameters"] = list(keywords["model_parameters"])
+            if not keywords["model_parameters"]:
+                keywords["model_parameters"] = frozen
+                for parameter in frozen:  # in checkpoints, which other stages read, it is not trained
+                    parameter.axonn_stands_in = True  # type: ignore[attr-defined]
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             # A function that sorts parameters by their shapes must see them before they are split.
             given = keywords.pop("model_parameters", None)
