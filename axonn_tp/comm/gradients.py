@@ -101,7 +101,7 @@ def mark_absent(gradients: Sequence[Tensor], present: list[bool]) -> None:
     """
     for gradient, here in zip(gradients, present, strict=True):
         if not here:
-            gradient.fill_(-0.0)
+            _real(gradient).fill_(-0.0)
     if first := [gradient[:1] for gradient, here in zip(gradients, present, strict=True) if here]:
         torch._foreach_add_(first, 0.0)
 
@@ -114,9 +114,14 @@ def drop_absent(members: list[nn.Parameter], present: list[bool]) -> None:
         present: whether this rank had a gradient of each.
     """
     for parameter, here in zip(members, present, strict=True):
-        total = parameter.grad
+        total = parameter.grad if parameter.grad is None else _real(parameter.grad)
         if not here and total is not None and bool(((total == 0) & total.signbit()).all()):
             parameter.grad = None
+
+
+def _real(gradient: Tensor) -> Tensor:
+    """Complex numbers as pairs, which have signs."""
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 def summed_over(parameter: nn.Parameter, mesh: Mesh) -> tuple[Mesh, str]:

@@ -236,6 +236,8 @@ class GradientReducer:
         view = bucket.flat[offset : offset + parameter.numel()].view_as(parameter)
         if parameter.grad is None:
             view.zero_()
+        elif parameter.grad.layout is not torch.strided:
+            view.copy_(parameter.grad.to_dense())
         elif parameter.grad.data_ptr() != view.data_ptr():
             view.copy_(parameter.grad)
         parameter.grad = view
@@ -257,7 +259,9 @@ def _present(bucket: _Bucket) -> Tensor:
     Autograd's gradients may be parts of other memory of the same size, such as that of a reduce-scatter that they shared.
     """
     for parameter in bucket.parameters if bucket.home is not None else ():
-        if parameter.grad is not None and StorageWeakRef(whole := parameter.grad.untyped_storage()) == bucket.home:
+        if parameter.grad is None or parameter.grad.layout is not torch.strided:
+            continue
+        if StorageWeakRef(whole := parameter.grad.untyped_storage()) == bucket.home:
             return parameter.grad.new_empty(0).set_(whole)  # type: ignore[call-overload]
     flat = torch.empty(
         bucket.offsets[-1], dtype=gradient_dtype(bucket.parameters[0]), device=bucket.parameters[0].device

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import axonn_tp
 from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.models.gpt import GPT, GPTConfig
-from axonn_tp import Grid, LayerPlan, Mesh, Options, Placement, place
+from axonn_tp import GradientReducer, Grid, LayerPlan, Mesh, Options, Placement, place
 from tests.axonn_tp.test_grids import gpt_plan, whole
 from tests.distributed import made_once, run_ranks
 from tests.matrix import thorough
@@ -154,6 +154,7 @@ class Unused(nn.Module):
 
 
 def step_and_errors() -> None:
+    sparse_and_complex()
     mesh, options = Mesh.create(1, 1, 2), Options(gradient_dtype="float32")
     model = axonn_tp.parallelize(Unused().bfloat16(), mesh, options=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -170,6 +171,42 @@ def step_and_errors() -> None:
     late(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
     assert late.weight.grad.dtype == torch.float32
     dist.barrier()
+
+
+class SparseAndComplex(nn.Module):
+    """An embedding with sparse gradients, a complex scale that the first samples meet, and one that none do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 4, sparse=True, dtype=torch.float64)
+        self.scale, self.unused = (nn.Parameter(torch.randn(4, dtype=torch.complex128)) for _ in range(2))
+
+    def forward(self, words: Tensor, scaled: bool) -> Tensor:
+        out = self.words(words)
+        return ((out * self.scale).abs() if scaled else out).square().mean()
+
+
+def sparse_and_complex() -> None:
+    """Sums of sparse gradients, and of complex ones that some ranks or none have."""
+    mesh, rank = Mesh.create(), dist.get_rank()
+    torch.manual_seed(0)
+    words = torch.randint(10, (2, 2, 6))
+    serial, synced, reduced = made = [SparseAndComplex() for _ in range(3)]
+    for model in made:
+        model.load_state_dict(serial.state_dict())
+    reducer = GradientReducer(reduced.parameters(), mesh)
+    for step in words:
+        for model in made:
+            model.zero_grad()
+        (sum(serial(share, number == 0) for number, share in enumerate(step)) / 2).backward()
+        for model in (synced, reduced):
+            model(step[rank], rank == 0).backward()
+        axonn_tp.sync_gradients(synced.parameters(), mesh)
+        reducer.finish()
+        for model in (synced, reduced):
+            assert model.unused.grad is None
+            assert torch.allclose(model.scale.grad, serial.scale.grad, rtol=1e-12)
+            assert torch.allclose(model.words.weight.grad, serial.words.weight.grad.to_dense(), rtol=1e-12)
 
 
 def test_a_step_and_other_types() -> None:

@@ -207,6 +207,12 @@ def _everything_else() -> Any:
     dist.gather(torch.tensor([float(rank)]), gathered)
     future = dist.all_reduce(torch.ones(2), async_op=True).get_future()  # type: ignore[union-attr]
     assert future.then(lambda done: done.value()[0] * 2).wait().tolist() == [2.0 * size] * 2
+    for asynchronous in (False, True):  # a barrier ends behind the collectives that were made before it
+        large = torch.ones(2**22)
+        before = dist.all_reduce(large, async_op=True)
+        barrier = dist.barrier(async_op=asynchronous)
+        assert barrier is None or barrier.wait()
+        assert before is not None and before.is_completed() and large.unique().tolist() == [size]
     with torch.inference_mode():  # which the backend's own threads are not in
         parts = [torch.empty(2) for _ in range(size)]
         dist.all_gather(parts, torch.full((2,), float(rank)))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from axonn_plugins.cluster.launch import launch
@@ -128,6 +129,8 @@ def _algorithms() -> list[Any]:
             assert root.unique().tolist() == [dist.get_global_rank(group, 1)]
         dist.barrier(group)
     assert timeouts == {name: timedelta(seconds=1800 if name == "hierarchical" else 120) for name in timeouts}
+    c10d._set_pg_timeout(timedelta(seconds=50), groups["mesh"])
+    assert timeout_of(groups["mesh"]._get_backend(torch.device("cpu"))) == timedelta(seconds=50)
     return [nodes]
 
 

@@ -1,4 +1,4 @@
-"""The timeout of groups of pccl that are made without one: that of the group of all ranks, where torch has its own default."""
+"""Timeouts of groups of pccl: of those that are made without one that of the group of all ranks, where torch has its own default; and another one later."""
 
 from __future__ import annotations
 
@@ -12,13 +12,25 @@ def timeout_of(backend: Any) -> timedelta | None:
     if backend.name() == "pccl":
         from axonn_plugins.pccl.build import load
 
-        # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper around it.
-        return timedelta(seconds=load().planner(getattr(backend, "wrapped_pg", backend)).timeout)
+        return timedelta(seconds=load().planner(_unwrapped(backend)).timeout)
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
+def _unwrapped(backend: Any) -> Any:
+    """Without the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL puts around it."""
+    return getattr(backend, "wrapped_pg", backend)
+
+
+def _set(backend: Any, timeout: timedelta) -> None:
+    from axonn_plugins.pccl.build import load
+
+    found = _unwrapped(backend)
+    found.set_timeout(timeout)
+    load().planner(found).timeout = timeout.total_seconds()
+
+
 def install() -> None:
-    """Have torch give it to groups of pccl; all others have torch's own."""
+    """Have torch give it to groups of pccl, and `_set_pg_timeout` know them; with all others both are torch's own."""
     import torch.distributed.distributed_c10d as c10d  # torch.distributed itself may not be there in full yet
 
     theirs = c10d._get_default_timeout
@@ -34,3 +46,16 @@ def install() -> None:
 
     default_timeout.of_pccl = True  # type: ignore[attr-defined]
     c10d._get_default_timeout = default_timeout
+    others = c10d._set_pg_timeout
+
+    @functools.wraps(others)
+    def set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
+        of = group or c10d._get_default_group()
+        backends = [of._get_backend(device) for device in of._device_types] if isinstance(of, c10d.ProcessGroup) else []
+        ours = [backend for backend in backends if backend.name() == "pccl" and hasattr(backend, "set_timeout")]
+        for backend in ours:
+            _set(backend, timeout)
+        if not ours or len(ours) < len(backends):
+            others(timeout, group)
+
+    c10d._set_pg_timeout = set_pg_timeout

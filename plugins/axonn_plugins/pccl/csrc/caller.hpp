@@ -57,6 +57,7 @@ class Caller : public c10d::Backend, public Planned {
     callbacks_->wait(timeout_);
     auto call = c10::make_intrusive<Call>(rank_, kind, outputs, core_->finisher, callbacks_, sequence_);
     call->expect(static_cast<int>(runs));
+    if (kind != c10d::OpType::SEND && kind != c10d::OpType::RECV && kind != c10d::OpType::RECVANYSOURCE) call->enter(earlier_);
     return call;
   }
 
@@ -218,6 +219,7 @@ class Caller : public c10d::Backend, public Planned {
   double timeout_;
   std::shared_ptr<py::object> plan_;
   std::shared_ptr<Callbacks> callbacks_ = std::make_shared<Callbacks>();
+  std::shared_ptr<Earlier> earlier_ = std::make_shared<Earlier>();
   std::mutex order_;
   std::set<int> met_;
   std::map<std::tuple<Collective, size_t, int>, ProgramPointer> programs_;

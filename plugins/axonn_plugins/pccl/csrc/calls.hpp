@@ -13,6 +13,7 @@
 
 #include "callbacks.hpp"
 #include "delegate.hpp"
+#include "earlier.hpp"
 #include "engine.hpp"
 #include "finisher.hpp"
 
@@ -25,12 +26,23 @@ class Call : public c10d::Work {
        uint64_t sequence)
       : Work(rank, kind), outputs_(std::move(outputs)), finisher_(std::move(finisher)), callbacks_(std::move(callbacks)), sequence_(sequence),
         future_(c10::make_intrusive<at::ivalue::Future>(c10::ListType::ofTensors())) {}
+  ~Call() override { leave(); }
 
   void expect(int runs) {
     left_ = runs;
     single_ = runs == 1;
   }
   bool single() const { return single_; }
+  // It counts among a group's collectives until it is done.
+  void enter(std::shared_ptr<Earlier> earlier) {
+    earlier_ = std::move(earlier);
+    number_ = earlier_->begin();
+  }
+  // Is done only when all collectives that the group began before it are.
+  static void follow(const c10::intrusive_ptr<Call>& self) {
+    self->expect(2);
+    if (!self->earlier_->after(self->number_, [self] { arrived(self, ""); })) self->expect(1);
+  }
   // This is a message between two ranks, whose time begins when somebody waits for it; `source`: it may come from any.
   void point(Engine& engine, uint64_t group, uint64_t number, bool source) {
     hurry_ = [&engine, group, number] { engine.hurry(group, number); };
@@ -70,6 +82,7 @@ class Call : public c10d::Work {
       }
     }
     self->finish(failed);
+    self->leave();
     if (self->maker_ == std::this_thread::get_id()) return self->settle(failed);
     Finisher& finisher = *self->finisher_;
     finisher.post([self = std::move(self), failed] { self->settle(failed); });
@@ -89,6 +102,9 @@ class Call : public c10d::Work {
   void abort() override {}
 
  private:
+  void leave() {
+    if (earlier_) earlier_->end(number_);
+  }
   void settle(const std::exception_ptr& failed) {
     copies_.clear();
     held_.clear();
@@ -104,6 +120,8 @@ class Call : public c10d::Work {
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
   std::shared_ptr<Finisher> finisher_;
   std::shared_ptr<Callbacks> callbacks_;
+  std::shared_ptr<Earlier> earlier_;
+  uint64_t number_ = 0;
   const Callbacks::Calls within_ = Callbacks::running();
   uint64_t sequence_;
   const std::thread::id maker_ = std::this_thread::get_id();

@@ -43,6 +43,12 @@ class Router : public Delegate {
     begun_ = false;
     return c10::make_intrusive<Joined>(std::exchange(works_, {}));
   }
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 8
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    inner_->setTimeout(timeout);
+    if (device_) device_->setTimeout(timeout);
+  }
+#endif
   void shutdown() override {
     inner_->shutdown();
     if (device_) device_->shutdown();

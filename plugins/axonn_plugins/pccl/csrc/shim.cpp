@@ -169,6 +169,7 @@ class Shim : public Exchanges {
   WorkPointer barrier(const c10d::BarrierOptions& options) override {
     auto token = at::zeros({1}, at::kByte);
     auto call = make(c10d::OpType::BARRIER, {});
+    Call::follow(call);
     run(call, {Collective::kBarrier, Type::kU8, Reduction::kMax, 1}, Collective::kBarrier, token, token, options.timeout, options.asyncOp);
     return call;
   }
