@@ -19,7 +19,8 @@ class _Kept:
 
     def __init__(self, parameter: Tensor, grad: Tensor, factor: float) -> None:
         self._parameter, self._grad, self.factor = ref(parameter), ref(grad), factor
-        self._version, self._coming = grad._version, None
+        self._version = grad._version
+        self._coming: Tensor | None = None
         # A gradient comes by `torch.autograd.grad` as well, which adds it to nothing.
         self._hooks = (
             parameter.register_hook(self._comes),
@@ -41,7 +42,7 @@ class _Kept:
         return parameter is not None and parameter.grad is not None and parameter.grad is self._grad()
 
     def _comes(self, grad: Tensor) -> None:
-        self._coming: Tensor | None = grad if self._here() else None
+        self._coming = grad if self._here() else None
 
     @torch.no_grad()
     def _came(self, parameter: Tensor) -> None:
