@@ -80,6 +80,6 @@ def scale_untouched(parameters: Iterable[Tensor]) -> None:
     found = [(parameter, kept) for parameter in parameters if (kept := _kept.get(parameter)) is not None]
     # Gradients that lie in one piece of memory have one version.
     for parameter, kept in [(parameter, kept) for parameter, kept in found if kept.untouched]:
-        parameter.grad.mul_(kept.factor)
+        parameter.grad.mul_(kept.factor)  # type: ignore[union-attr]
     for parameter, _ in found:
         forget(parameter)

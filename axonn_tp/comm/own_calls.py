@@ -180,8 +180,8 @@ def _refuse_decay_by_dims(optimizer: Optimizer) -> None:
     Raises:
         ValueError: all shards along z are decayed as all vectors are, and less than some others.
     """
-    groups = [(group.get("weight_decay"), group["params"]) for group in optimizer.param_groups]
-    groups = [(decay, parameters) for decay, parameters in groups if isinstance(decay, int | float)]
+    known = [group for group in optimizer.param_groups if isinstance(group.get("weight_decay"), int | float)]
+    groups: list[tuple[float, list[Tensor]]] = [(group["weight_decay"], group["params"]) for group in known]
     dims = [(decay, p.dim(), len(layout_of(p).serial_shape)) for decay, parameters in groups for p in parameters]
     flat = {decay for decay, own, serial in dims if own <= 1 < serial}
     vectors = {decay for decay, _, serial in dims if serial <= 1}
