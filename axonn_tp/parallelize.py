@@ -155,7 +155,7 @@ class _Forward:
     """The state that a model's hooks share; a copy of the model has its own."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, tuner: Tuner | None) -> None:
-        self.tuner, self.uses, self.same, self.mesh = tuner, SharedUses(), SameOnReplicas(mesh), mesh
+        self.tuner, self.uses, self.same, self.mesh = tuner, SharedUses(mesh), SameOnReplicas(mesh), mesh
         split = [module for module in model.modules() if isinstance(module, Split)]
         self.layers: dict[Gathers, list[SplitWeight]] = defaultdict(list)
         for module in split:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_tp.comm.clipping import largest_of, measure_whole, power
-from axonn_tp.comm.gradients import sum_gradients
+from axonn_tp.comm.gradients import sum_gradients_once
 from ted_moe.topology import Groups
 
 
@@ -26,7 +26,7 @@ def sync_gradients(parameters: Iterable[nn.Parameter], groups: Groups) -> None:
         groups: the process groups.
     """
     parameters = list(parameters)
-    sum_gradients(parameters, lambda parameter: (groups, _axis(parameter)), groups.size("data"))
+    sum_gradients_once(parameters, lambda parameter: (groups, _axis(parameter)), groups.size("data"))
     if groups.size("block") > 1:
         measure_whole(parameters, groups, _whole_norm)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_tp.comm.collectives import all_reduce, start_all_reduce_
+from axonn_tp.comm.kept_sums import forget, keep, scale_untouched
 from axonn_tp.comm.replicated import send_first
 from axonn_tp.comm.stalls import step_ends
 from axonn_tp.grid.layout import layout_of
@@ -29,7 +30,8 @@ def sync_gradients(
 
     Weights split over z are summed over data (equation 5.5), parameters of a scattered residual stream over x, z and
     data, all others over z and data. A parameter that no rank has a gradient of stays without; where some have one, others count as zero.
-    On accelerators replicas over x and y then get the first one's (`axonn_tp.comm.replicated`).
+    On accelerators replicas over x and y then get the first one's (`axonn_tp.comm.replicated`). Called after each of several backward passes
+    of a step it gives what it would give after the last.
 
     Args:
         parameters: trained parameters, the same in the same order on every rank.
@@ -39,8 +41,14 @@ def sync_gradients(
     """
     parameters = list(parameters)
     divisor = divisor or (mesh.grid.batch if average else 1)
-    sum_gradients(parameters, partial(summed_over, mesh=mesh), divisor)
+    sum_gradients_once(parameters, partial(summed_over, mesh=mesh), divisor)
     send_first(((parameter, parameter.grad) for parameter in parameters if parameter.grad is not None), mesh)
+
+
+def _again(over: Over, divisor: int) -> float:
+    """The number by which a sum is multiplied to come out of the next as it is."""
+    axes, axis = over
+    return divisor / axes.size(axis)
 
 
 @torch.no_grad()
@@ -53,9 +61,18 @@ def keep_sums(parameters: Iterable[nn.Parameter], mesh: Mesh, divisor: int) -> N
         divisor: by which it divides.
     """
     for parameter in parameters:
-        axes, axis = summed_over(parameter, mesh)
-        if parameter.grad is not None and axes.size(axis) != divisor:
-            parameter.grad.mul_(divisor / axes.size(axis))
+        forget(parameter)
+        factor = _again(summed_over(parameter, mesh), divisor)
+        if parameter.grad is not None and factor != 1:
+            parameter.grad.mul_(factor)
+
+
+@torch.no_grad()
+def sum_gradients_once(parameters: Sequence[nn.Parameter], over: Callable[[nn.Parameter], Over], divisor: int) -> None:
+    """`sum_gradients`, of what is no sum of its own yet: one to which backward has added since counts once, too."""
+    scale_untouched(parameters)
+    sum_gradients(parameters, over, divisor)
+    keep({parameter: _again(over(parameter), divisor) for parameter in parameters if parameter.requires_grad})
 
 
 @torch.no_grad()

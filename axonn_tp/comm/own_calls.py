@@ -165,12 +165,36 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             f"the optimizer {type(optimizer).__name__} looks at whole weight matrices, of which a rank has shards, and would step each rank's in another "
             "way; use an element-wise one such as AdamW, or axonn_plugins.hosts.plain.compose, which gives it whole ones"
         )
+    _refuse_decay_by_dims(optimizer)
     _known.add(optimizer)
     for parameter in parameters:
         held = optimizer.state.get(parameter, {})
         held.update(_own(held, parameter, sure=False))
     optimizer.register_state_dict_post_hook(_give_whole)
     optimizer.register_load_state_dict_pre_hook(_take_own)
+
+
+def _refuse_decay_by_dims(optimizer: Optimizer) -> None:
+    """Refuse groups that take flat shards for vectors, as scripts do that decay what has two dims and more.
+
+    Raises:
+        ValueError: all shards along z are decayed as all vectors are, and less than some others.
+    """
+    known = [group for group in optimizer.param_groups if isinstance(group.get("weight_decay"), int | float)]
+    groups: list[tuple[float, list[Tensor]]] = [(group["weight_decay"], group["params"]) for group in known]
+    dims = [(decay, p.dim(), len(layout_of(p).serial_shape)) for decay, parameters in groups for p in parameters]
+    flat = {decay for decay, own, serial in dims if own <= 1 < serial}
+    vectors = {decay for decay, _, serial in dims if serial <= 1}
+    if len(flat) != 1 or not vectors <= flat:
+        return
+    (least,) = flat
+    most = max(decay for decay, _ in groups)
+    if most > least and all(own > 1 for decay, own, _ in dims if decay != least):
+        raise ValueError(
+            f"{type(optimizer).__name__} has weight_decay = {least} for all weights that are split along z, as for biases, and {most} for others: shards "
+            "along z are flat, and groups by p.dim() or p.ndim take them for vectors; make the groups before axonn_tp.parallelize, or by "
+            "len(axonn_tp.layout_of(p).serial_shape)"
+        )
 
 
 def _refuse_in_backward(optimizer: Optimizer) -> None:

@@ -34,6 +34,7 @@ def sketch(gradient: Tensor) -> Tensor:
     """
     found = torch.zeros(BINS, dtype=torch.float64, device=gradient.device)
     generator = torch.Generator().manual_seed(0)
+    gradient = gradient.to_dense()
     gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
     for part in gradient.detach().flatten().split(_CHUNK):
         rows = nn.functional.pad(part.double(), (0, -part.numel() % BINS)).view(-1, BINS)
@@ -159,8 +160,9 @@ def sum_unnamed(model: nn.Module, mesh: Mesh) -> None:
             module.register_load_state_dict_post_hook(_loaded)
 
 
-def used_on_shares(parameter: Tensor, axes: Iterable[str]) -> None:
-    """Note that a parameter met shares that differ along axes."""
+def used_on_shares(parameter: Tensor, axes: Iterable[str], mesh: Mesh) -> None:
+    """Note that a parameter met shares that differ along axes; it may have come to the model after the model was split."""
+    _sum(parameter, mesh)
     found = _sums.get(parameter)
     if found is not None and found.axes is None:
         found.used.update(axes)

@@ -141,8 +141,12 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-        # Only gradients of gradients come through autograd.
-        return ctx.entry.reduced() if grad is None else ctx.entry.reduce(grad), None
+        # Only gradients of gradients come through autograd; in one pass with those that readers have added.
+        added = ctx.entry.reduced()
+        if grad is None:
+            return added, None
+        found = ctx.entry.reduce(grad)
+        return found if added is None else found + added, None
 
 
 def enter(share: Tensor, route: Route, layer: Weight, tokens: int | None = None) -> Entered:

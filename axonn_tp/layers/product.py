@@ -213,7 +213,8 @@ class Product(torch.autograd.Function):
         d_input, d_weight, d_bias = None, None, None
         if wants_bias:
             features = operation.features % grad.dim()
-            d_bias = grad.sum([dim for dim in range(grad.dim()) if dim != features])
+            others = [dim for dim in range(grad.dim()) if dim != features]
+            d_bias = grad.sum(others) if others else grad
         if route.gives != "split":
             dim = operation.tokens if route.gives == "tokens" else operation.features
             parts = route.parts if route.gives == "features" else 1

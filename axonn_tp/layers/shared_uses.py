@@ -18,6 +18,7 @@ from axonn_tp.comm.overlap import in_backward
 from axonn_tp.comm.shard_gradients import Watch
 from axonn_tp.comm.share_gradients import refuse_other_uses
 from axonn_tp.comm.unplanned_gradients import used_on_shares
+from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.activation import UsesOnShares, uses_on_shares
 
 
@@ -29,9 +30,13 @@ class SharedUses:
     """Looks at training passes of a model that was split, fewer and fewer: a penalty may come into the loss later than in the first.
 
     Passes whose backward may be one (of a pair of images, of real and forged ones) are looked at all together, or none of them.
+
+    Args:
+        mesh: the mesh.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
         self._uses: UsesOnShares | None = None
         self._watches: list[Watch] = []
         self._open: WeakSet[_Open] = WeakSet()
@@ -39,7 +44,7 @@ class SharedUses:
 
     def __deepcopy__(self, memo: dict) -> SharedUses:
         """A copied model's passes are its own."""
-        return SharedUses()
+        return SharedUses(self._mesh)
 
     def begin(self) -> None:
         """A forward begins that will be differentiated."""
@@ -65,7 +70,7 @@ class SharedUses:
             return
         uses_on_shares[:] = [one for one in uses_on_shares if one is not uses]
         for parameter, axes in uses.parameters.values():
-            used_on_shares(parameter, axes)
+            used_on_shares(parameter, axes, self._mesh)
         name = used_on_both(model, outputs, uses.nodes) if uses.nodes else None
         if name is not None:
             raise ValueError(_twice(name))

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from axonn_tp.grid.mesh import Grid
@@ -45,6 +46,19 @@ _CLASSES: dict[str, tuple[type[nn.Module], ...]] = {
 def _is_linear(module: nn.Module) -> bool:
     """A linear whose weight is its own parameter and whose forward is torch's, so that replacing it changes nothing."""
     return features(module) is not None and module._parameters.keys() >= {"weight", "bias"}
+
+
+def refuse_unmade(model: nn.Module) -> None:
+    """Refuse lazy layers that no input has given a size yet.
+
+    Raises:
+        ValueError: names the first.
+    """
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"{name} has no size yet, as those of torch's lazy layers before their first input; call the model once on an example before it is split"
+            )
 
 
 def kept_whole(model: nn.Module) -> set[int]:
@@ -148,6 +162,7 @@ def place(model: nn.Module, grid: Grid, plan: Plan | None = None, options: Optio
             "parameters are DTensors already, as fully_shard and parallelize_module make them, and cannot be split again; leave those out: z is the "
             "counterpart of the first, x of the second"
         )
+    refuse_unmade(model)
     refuse_adapters(model, grid)
     refuse_tables(model, grid)
     named, options = _named_plan(model, plan or {}), options or Options()

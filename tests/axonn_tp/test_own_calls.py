@@ -207,6 +207,12 @@ def refusals() -> None:
         ):
             with pytest.raises(ValueError, match=f"{type(optimizer).__name__} (looks at whole|sends each parameter)"):
                 optimizer.step(lambda: 0.0)
+        groups = [{"params": [p for p in model.parameters() if (p.dim() > 1) is more]} for more in (True, False)]
+        groups[0]["weight_decay"] = 0.1  # type: ignore[assignment]
+        with (
+            pytest.raises(ValueError, match=r"split along z.* before axonn_tp") if mesh.size("z") > 1 else nullcontext()
+        ):
+            torch.optim.SGD(groups, 0.0).step()
         for draw in (nn.init.kaiming_normal_, nn.init.xavier_uniform_, nn.init.normal_, nn.init.orthogonal_):
             with pytest.raises(ValueError, match=r"torch\.nn\.init would draw this rank's shard"):
                 draw(model.up.weight.data)
@@ -236,6 +242,12 @@ def tied() -> None:
     train(serial, torch.optim.SGD(serial.parameters(), 0.1), x)
     train(model, torch.optim.SGD(model.parameters(), 0.1), x, mesh)
     same(model.state_dict(), serial.state_dict())
+    for each in (model, serial):  # a single sample
+        each.zero_grad()
+        each(x[0]).square().mean().backward()
+    sync_gradients(model.parameters(), mesh)
+    one, other = (get_total_norm([p.grad for p in each.parameters()]) for each in (model, serial))
+    assert abs(one - other) < 1e-12
 
 
 def all_of_it() -> None:

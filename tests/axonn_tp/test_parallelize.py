@@ -194,6 +194,8 @@ def test_gradients_of_shares_are_told_from_replicas() -> None:
             assert differing_axes(torch.stack([here, again]), 2) == ()
     large = torch.randn(2**20 + 77, generator=generator)
     assert 0.5 < sketch(large).norm() / large.norm() < 1.5
+    rows = torch.eye(4).mul(3)
+    assert torch.equal(sketch(rows.to_sparse()), sketch(rows))  # as of F.embedding(..., sparse=True)
 
 
 class Mlp(nn.Module):
@@ -246,6 +248,12 @@ def test_a_named_pair_in_a_model_with_whole_features(turns: int) -> None:
 def test_plans_that_cannot_be(plan: dict, grid: Grid, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         place(GPT(SMALL), grid, plan)
+
+
+def test_layers_without_a_size_are_refused() -> None:
+    for split in (place, axonn_tp.auto_plan):
+        with pytest.raises(ValueError, match="1.weight has no size yet.* call the model once"):
+            split(nn.Sequential(nn.ReLU(), nn.LazyLinear(4)), Grid(gx=2))  # type: ignore[operator]
 
 
 FORMS: dict[str, Any] = {
@@ -366,7 +374,7 @@ def test_a_plan_that_computes_something_else_is_found() -> None:
 
 
 def reads_and_double_backward(turns: int) -> float:
-    """A weight read in forward, tied by hand, and a gradient penalty, against the serial model."""
+    """A weight read in forward, tied by hand, a gradient penalty, and a step whose own gradient is taken, against the serial model."""
 
     class Reader(nn.Module):
         def __init__(self) -> None:
@@ -382,7 +390,9 @@ def reads_and_double_backward(turns: int) -> float:
         x = x.clone().requires_grad_()
         value = model(x)
         (slope,) = torch.autograd.grad(value, x, create_graph=True)
-        return value + slope.square().sum(-1).mean() * x.shape[0]
+        slopes = torch.autograd.grad(value, list(model.parameters()), create_graph=True)
+        ahead = {name: p - 0.1 * s for (name, p), s in zip(model.named_parameters(), slopes, strict=True)}
+        return value + slope.square().sum(-1).mean() * x.shape[0] + torch.func.functional_call(model, ahead, (x,))
 
     from tests.axonn_tp.test_grids import train_one_step
 

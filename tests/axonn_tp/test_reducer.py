@@ -93,6 +93,16 @@ def on_grids(grids: list[Grid]) -> None:
                 parameter.grad += parameter.first
         compare(model, reference, grid)
 
+        # Sums after each pass, one of them twice, and a gradient that is added to nothing in between.
+        reference.zero_grad()
+        for share in (*shares, shares[0]):
+            loss = reference(share).square().mean()
+            torch.autograd.grad(loss, reference.up.weight, retain_graph=True)
+            loss.backward()
+            axonn_tp.sync_gradients(reference.parameters(), mesh)
+        axonn_tp.sync_gradients(reference.parameters(), mesh)
+        compare(model, reference, grid)
+
         reducer_sees_what_some_ranks_use(model, reference, reducer, shares[0], mesh)
         bytes_of_both = []
         for each, last in ((reference, None), (model, reducer.finish)):
@@ -341,6 +351,8 @@ def gradients_that_layers_give(mesh: Mesh, rows: torch.Tensor) -> None:
             given = rows.clone().requires_grad_()
             (gradient,) = torch.autograd.grad(model(given).square().mean(), given, create_graph=True)
             gradient.square().sum().backward()
+    model = axonn_tp.parallelize(Model(), mesh)
+    (model(rows).square().mean() + 0 * sum(p.sum() for p in model.parameters())).backward()  # type: ignore[attr-defined]
 
 
 def test_steps_without_gradients_and_beside_a_frozen_layer() -> None:

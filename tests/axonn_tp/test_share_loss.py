@@ -142,11 +142,11 @@ def _differences(model: nn.Module, serial: nn.Module, mesh: Mesh) -> dict[str, f
 
 
 def _copied_and_changed() -> None:
-    """A copy, a layer that was frozen, parameters that take others' places, and shares whose first gradients are near each other."""
+    """A copy, a layer that was frozen, parameters that take others' places or come later, and shares whose first gradients are near each other."""
     tokens = torch.arange(10).view(2, 5)
     for sizes, plan in itertools.product(({"gx": 2}, {"gy": 2}, {"gz": 2}), (_PAIR, _STREAM)):
         mesh = Mesh.create(**sizes)
-        for case in ("copy", "frozen", "assigned", "near"):
+        for case in ("copy", "frozen", "assigned", "near", "added"):
             torch.manual_seed(3)
             serial = _Block().double()
             if case == "near":
@@ -159,6 +159,8 @@ def _copied_and_changed() -> None:
             model = copy.deepcopy(model.requires_grad_(True)) if case == "copy" else model.requires_grad_(True)
             if case == "assigned":
                 model.load_state_dict(weights, assign=True)
+            if case == "added":
+                model.act = nn.PReLU().double()
             mean_of = mesh.shard_batch(tokens)
             model(mean_of).square().mean().backward()
             serial(tokens).square().mean().backward()

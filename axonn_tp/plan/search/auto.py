@@ -25,7 +25,7 @@ from axonn_tp.options import Options
 from axonn_tp.plan.adapters import refuse_adapters
 from axonn_tp.plan.example_inputs import Arguments, as_arguments, guesses, rows
 from axonn_tp.plan.own_faults import let_out
-from axonn_tp.plan.placement import free_layers, place, readers
+from axonn_tp.plan.placement import free_layers, place, readers, refuse_unmade
 from axonn_tp.plan.report import AT_TIMES, CHANGES, MIXED, OUTSIDE, Report, collapse, make_report
 from axonn_tp.plan.rules import LayerPlan
 from axonn_tp.plan.search.conditional import called_at_times
@@ -59,8 +59,9 @@ def auto_plan(
         The plan by layer name, and a report; `print` it.
 
     Raises:
-        ValueError: the model has adapters that cannot be split.
+        ValueError: the model has adapters that cannot be split, or lazy layers without a size.
     """
+    refuse_unmade(model)
     refuse_adapters(model, grid)
     try:
         return _search(model, grid, example_inputs, options, reuse)
