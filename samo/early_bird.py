@@ -115,7 +115,8 @@ class EarlyBird:
         """From these masks to the recent ones; `size` elements are prunable on all ranks together."""
         if not self._recent:
             return []
-        device = next((self._parameters[name].device for name in packed), None)
+        elsewhere = None if self._shards is None else self._shards.device  # a stage may have nothing to prune
+        device = next((self._parameters[name].device for name in packed), elsewhere)
         counts = torch.zeros(len(self._recent), dtype=torch.float64, device=device)
         for name, mask in packed.items():
             copies = 1 if self._shards is None else self._shards.find(name, self._parameters[name]).copies

@@ -37,6 +37,7 @@ _FLAGS = [
 ]
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NAMES = ("exp_avg", "exp_avg_sq")
+_HELD = (*_NAMES, "step")
 _LENGTH = 2**16  # kept elements that a thread takes at a time
 
 
@@ -94,14 +95,18 @@ def native_step(inner: torch.optim.Optimizer, stores: list[Store]) -> NativeStep
     ``fused=True``, without amsgrad and maximize.
     """
     known = type(inner) in (torch.optim.Adam, torch.optim.AdamW) and all(
-        group["fused"] and not group["amsgrad"] and not group["maximize"] and isinstance(group["lr"], float | int)
-        for group in inner.param_groups
+        group["fused"] and isinstance(group["lr"], float | int) for group in inner.param_groups
     )
     kinds = all(
         store.device.type == "cpu" and store.dtype in _TYPES and store.gradient.dtype == store.dtype and not store.host
         for store in stores
     )
-    return NativeStep(inner, stores) if known and kinds and library() is not None else None
+    return NativeStep(inner, stores) if known and kinds and plain(inner) and library() is not None else None
+
+
+def plain(inner: torch.optim.Optimizer) -> bool:
+    """True if the compiled step does what the optimizer's groups ask for, as they are now: a script or a checkpoint may change them."""
+    return not any(group["amsgrad"] or group["maximize"] for group in inner.param_groups)
 
 
 class NativeStep:
@@ -122,7 +127,7 @@ class NativeStep:
         self._owners = np.zeros(0, dtype=np.int64)  # by job: the number of its segment
         self._active: list[int] = []
         self._at: list[int] = []
-        self._held: list[Tensor] = []  # the tensors whose addresses the jobs have
+        self._held: list[Any] = []  # the tensors whose addresses the jobs have
 
     def compress(self, entry: Entry, gradient: Tensor, into: Tensor) -> bool:
         """Put a flattened gradient's kept elements into `into`, or add them; False: nothing done.
@@ -172,7 +177,7 @@ class NativeStep:
         """The jobs of segments; made anew where others have arrived, a parameter has moved in memory, or state was loaded."""
         states = [self._inner.state[self._segments[number][1].weights] for number in active]
         at = [self._entries[number].parameter.data_ptr() for number in active]
-        held = [state[name] for state in states for name in _NAMES if name in state]
+        held = [state.get(name) for state in states for name in _HELD]
         if active != self._active or at != self._at or not all(map(is_, held, self._held)):
             for number, state in zip(active, states, strict=True):
                 self._adopt(number, state)
@@ -181,7 +186,7 @@ class NativeStep:
             self._jobs = np.ctypeslib.as_array((_Job * len(jobs))(*jobs))
             self._owners = np.repeat(active, [len(each) for each in cut])
             self._active, self._at = active, at
-            self._held = [state[name] for state in states for name in _NAMES]
+            self._held = [state[name] for state in states for name in _HELD]
         return self._jobs
 
     def _adopt(self, number: int, state: dict[str, Tensor]) -> None:

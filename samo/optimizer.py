@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from axonn_plugins.optim.beside import take_written
 from axonn_plugins.optim.flat import Factory, FlatOptimizer
 from axonn_plugins.optim.index import Index
 from axonn_plugins.optim.move import Layout, move
@@ -17,7 +18,7 @@ from axonn_plugins.optim.store import Entry, Store
 from axonn_tp.comm.replicated import send_first
 from samo import fused
 from samo.mask_file import masks_within
-from samo.native import native_step
+from samo.native import native_step, plain
 from samo.parameters import check_masks
 from samo.reparametrised import absorb
 
@@ -112,6 +113,7 @@ class Optimizer(FlatOptimizer):
             raise RuntimeError(
                 "there are gradients that no step has consumed, of what was kept before; prune behind a step, or call zero_grad first"
             )
+        take_written(self)
         inner, whole = self.inner, self._whole
         before = Layout(self.stores, inner.state)
         self._apply(masks)
@@ -206,7 +208,7 @@ class Optimizer(FlatOptimizer):
         return self._native is not None and self._native.compress(entry, gradient, into)
 
     def _step_by_kernels(self, factor: Tensor | None) -> list[Store]:
-        if self._native is not None:
+        if self._native is not None and plain(self.inner):
             self._native.step(1.0 if factor is None else float(factor))
             return self.stores
         return [s for s in self.stores if self.kernels and fused.adam(self.inner, s, self._plans, factor)]

@@ -99,7 +99,8 @@ def wholes(parameters: Mapping[str, Tensor], shards: Shards | None) -> Iterator[
     facts = {name: (shard.shape, parameters[name].dtype) for name, shard in mine.items()}
     everyone: list[Any] = [None] * dist.get_world_size(shards.group)
     dist.all_gather_object(everyone, facts, group=shards.group)
-    device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+    here = (parameter.device for parameter in parameters.values())
+    device = next(here, shards.device or torch.device("cpu"))  # a stage may have nothing to prune
     for name, (shape, kind) in {name: fact for one in everyone for name, fact in one.items()}.items():
         kind = torch.promote_types(kind, torch.float32)
         whole = torch.zeros(shape, dtype=kind, device=device)

@@ -71,6 +71,8 @@ def regrow(
     kept = found.kept(matrices.split(masks))
     gone = {name: found.sizes[name] - kept[name] for name in found.names}
     stay = found.keep([([name], gone[name] + round(share * kept[name])) for name in found.names])
-    high = {name: one.abs().masked_fill_(stay[name], torch.inf) for name, one in matrices.split(gradients).items()}
+    # What stays is larger than all gradients, infinite ones among them.
+    most = {name: one.abs().clamp_(max=torch.finfo(one.dtype).max) for name, one in matrices.split(gradients).items()}
+    high = {name: one.masked_fill_(stay[name], torch.inf) for name, one in most.items()}
     grown = Magnitudes(matrices.parameters, matrices.shards, high).keep([([name], gone[name]) for name in found.names])
     return matrices.joined(grown)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axonn_plugins.optim.gradients import clip_factor, flat_gradient, norm_in_parts
+from axonn_plugins.optim.gradients import check_norm, clip_factor, flat_gradient, norm_in_parts
 from axonn_plugins.optim.lending import TiledStep, parts_of, share_options
 from axonn_plugins.optim.tiles import Buffers, ParameterCut, update
 from axonn_tp.comm.optimizer_trial import StepMemory, along, examine, make_optimizer, require_one_by_one
@@ -68,6 +68,7 @@ class TiledOptimizer(torch.optim.Optimizer):
     ) -> None:
         if isinstance(tile_size, bool) or not isinstance(tile_size, int) or tile_size < 1:
             raise ValueError(f"tile_size = {tile_size!r} is not a number of elements; use an integer of at least 1")
+        check_norm(max_norm)
         self.tile_size, self.max_norm, self.norm = tile_size, max_norm, norm
         self.total_norm: Tensor | None = None
         self.overflow = False
@@ -81,6 +82,22 @@ class TiledOptimizer(torch.optim.Optimizer):
         self._memory = StepMemory(1, 1)
         for group in inner.param_groups:
             self._examine(group)
+        self._seen = self._marks()
+
+    def _marks(self) -> list[tuple[int, int]]:
+        """Numbers that change when a parameter is written."""
+        return [(parameter._version, parameter.data_ptr()) for parameter in self._live.values()]
+
+    def _take_written(self) -> None:
+        """Take weights that a script has loaded or set since the last step."""
+        if self._marks() == self._seen:
+            return
+        for master, parameter in self._live.items():
+            if parameter.stride() != master.stride():  # tiles go by the order in memory
+                same = torch.empty_like(master, dtype=parameter.dtype, device=parameter.device, requires_grad=False)
+                parameter.data = same.copy_(parameter.detach())
+        self.refresh_masters()
+        self._seen = self._marks()
 
     def _with_masters(self, group: dict[str, Any]) -> dict[str, Any]:
         return {**group, "params": [self._master(parameter) for parameter in group["params"]]}
@@ -126,7 +143,9 @@ class TiledOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.overflow = bool(getattr(self, "found_inf", False))
         if not self.overflow:
+            self._take_written()
             self._step(self._factor())
+            self._seen = self._marks()
         return loss
 
     def _step(self, factor: Tensor | None) -> None:
@@ -198,6 +217,7 @@ class TiledOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict of the untiled optimizer over the masters, and "masters", which torch's optimizers ignore, by number."""
+        self._take_written()
         share_options(self.param_groups, self.inner.param_groups)
         return {**self.inner.state_dict(), "masters": self._masters()}
 

@@ -90,6 +90,12 @@ ARGUMENTS: dict[str, tuple[Change, str]] = {
         "betas of optimizer group 0 is [0.9, 0.999] on rank 0 and [0.8, 0.9] on rank 1",
     ),
 }
+# Rank 0 alone gives an optimizer.
+ALONE = {
+    "tensor_parallel": "optimizer is AdamW on rank 0 and not there on rank 1",
+    "samo": "rank 1: axonn.samo is about an optimizer's state, and there is no optimizer",
+    "pipeline and offload": "rank 1: axonn.offload_optimizer is about an optimizer's state, and there is no optimizer",
+}
 HARMLESS: dict[str, Change] = {
     "paths": lambda k: k["config"].update(tensorboard={"enabled": False, "output_path": "/here"}, local_rank=1),
     "an iterator": lambda k: k.update(model_parameters=iter(k["model_parameters"])),
@@ -148,6 +154,8 @@ def every_case() -> dict[str, str]:
     for name, (change, _) in ARGUMENTS.items():
         for system in ("tensor_parallel", "samo", "offload_optimizer"):
             found[f"{system}: {name}"] = attempt(started, system, change, name in ("optimizer", "rate", "betas"))
+    for system in ALONE:
+        found[f"{system}: alone"] = attempt(started, system, lambda keywords: keywords.pop("model_parameters"), True)
     for name, change in HARMLESS.items():
         found[f"tensor_parallel: {name}"] = attempt(started, "tensor_parallel", change)
     return found
@@ -165,6 +173,12 @@ def test_keys_of_the_configuration(system: str, ranks: list[dict[str, str]]) -> 
         for name, (_, said) in CHANGES.items():
             sentence = rank[f"{system}: {name}"]
             assert sentence.startswith(said) and one_sentence(sentence), sentence
+
+
+def test_an_optimizer_on_some_ranks_only(ranks: list[dict[str, str]]) -> None:
+    for rank in ranks:
+        for system, said in ALONE.items():
+            assert rank[f"{system}: alone"].startswith(said), rank[f"{system}: alone"]
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)

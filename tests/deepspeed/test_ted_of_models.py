@@ -217,12 +217,24 @@ class Loop(nn.Module):
         return sum(expert(x).sum() for expert in self.experts)  # type: ignore[return-value]
 
 
+def tile_beside(settings: dict[str, Any]) -> str:
+    """The size of tiles beside what DeepSpeed's own optimizers are not tiled with."""
+    engine = start({"ted": {"tile_size": 1000}}, 1, mixture("Mixtral").float(), **settings)
+    size = engine.optimizer.tile_size
+    engine.destroy()
+    return str(size)
+
+
 def refused() -> dict[str, str]:
     return {
         "a loop": attempt(lambda: start({"ted": {}}, 0, Loop())),
         "three": attempt(lambda: start({"ted": {"expert": 3}}, 0)),
         "dense": attempt(lambda: start({"ted": {"expert": 2}}, 0, nn.Linear(8, 8))),
         "fits": attempt(lambda: start({"ted": {"tensor": 2, "expert": 2}}, 0).destroy() or ""),
+        "tiles": attempt(tile_beside, {"data_types": {"grad_accum_dtype": "fp32"}, "bf16": {"enabled": True}}),
+        "tiles in host memory": attempt(
+            tile_beside, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+        ),
         "too many": attempt(lambda: start({"ted": {"tensor": 2, "expert": 4}}, 0)),
     }
 
@@ -231,6 +243,6 @@ def test_what_cannot_be_obeyed_ends_the_run_with_the_reason() -> None:
     for said in run_ranks(refused, 4):
         assert "layer experts (ModuleList) holds experts, but its forward does not take" in said["a loop"]
         assert "expert = 3 does not divide the 4 experts of layer model.layers.0.mlp.experts" in said["three"]
-        assert said["fits"] == ""
+        assert said["fits"] == "" and said["tiles"] == said["tiles in host memory"] == "1000"
         assert "axonn.ted.expert = 2, and no experts were found in Linear" in said["dense"]
         assert "expert = 4 does not divide gz*gdata = 1*2 = 2" in said["too many"]

@@ -105,7 +105,15 @@ def test_checkpoints_are_those_of_megatrons_optimizer(tmp_path: Path) -> None:
     cases["ours begins"] = flags((1, 2, 1, 1), "plain", *SAMO, *ours[0])
     cases["ours"] = flags((2, 1, 1, 1), "plain", *SAMO, *theirs[1])
     cases["theirs"] = stock("plain", masked, *ours[1])
+    # Which counts no steps.
+    sgd, (begin, load) = ["--optimizer", "sgd", "--lr", "0.1"], interrupted(tmp_path / "sgd")
+    cases["sgd"] = stock("plain", masked, *sgd, *FEW)
+    cases["sgd begins"] = flags((1, 2, 1, 1), "plain", *SAMO, *sgd, *begin)
+    cases["sgd goes on"] = stock("plain", *SAMO, *sgd, *load)
     found = run(SCRIPT, cases)
+    by_sgd, begun_by_sgd, gone_on = (found.pop(name) for name in ("sgd", "sgd begins", "sgd goes on"))
+    assert "error" not in begun_by_sgd, begun_by_sgd["error"]
+    assert apart(last(by_sgd), {"sgd": gone_on}) == {}
     masked_run = found.pop("masked")
     begun = [found.pop(name).get("error") for name in ("ours begins", "theirs begins")]
     assert begun == [None, None]

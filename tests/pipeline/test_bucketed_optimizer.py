@@ -13,6 +13,7 @@ from axonn_plugins.pipeline.bucketed_optimizer import BucketedOptimizer
 from axonn_plugins.pipeline.host_store import HostStore
 from axonn_plugins.pipeline.reduction import chunks_of
 from axonn_recipes.allocations import most_allocated
+from ted_moe import TiledOptimizer
 from tests.distributed import run_ranks
 from tests.matrix import thorough
 from tests.ted_moe.test_tiled_optimizer import FACTORIES, Untiled, assert_same, groups_of, pair, train
@@ -89,6 +90,25 @@ def test_state_dicts_are_the_plain_optimizers(name):
     without = BucketedOptimizer(FACTORIES[name], groups_of(third))
     without.load_state_dict(reference.optimizer.state_dict())
     assert all(torch.equal(master, live.float()) for master, live in without._live.items())
+
+
+@pytest.mark.parametrize("kind", [TiledOptimizer, BucketedOptimizer])
+def test_weights_that_are_loaded_later_count(kind):
+    ours, other = pair(torch.bfloat16)
+    optimizer, reference = (
+        kind(FACTORIES["adamw"], groups_of(ours), 1024),
+        Untiled(FACTORIES["adamw"], groups_of(other)),
+    )
+    assert train(ours, optimizer.step) == train(other, reference.step)
+    loaded = pair(torch.bfloat16, seed=1)[0].state_dict()
+    ours.load_state_dict(loaded)
+    weight = ours.layers[0].weight
+    weight.data = weight.data.t().contiguous().t()  # in another order
+    for parameter, name in ((parameter, name) for name, parameter in other.named_parameters()):
+        parameter.data = loaded[name].clone()
+        next(master for live, master in reference.pairs if live is parameter).data.copy_(loaded[name])
+    assert train(ours, optimizer.step) == train(other, reference.step)
+    assert_same(reference, optimizer)
 
 
 def test_schedulers_groups_and_closures():
@@ -224,6 +244,7 @@ def test_wrong_arguments():
         ("bucket_size = 0", FACTORIES["adamw"], {"bucket_size": 0}),
         ("bucket_size = 2.5", FACTORIES["adamw"], {"bucket_size": 2.5}),
         ("coarsening = 0", FACTORIES["adamw"], {"coarsening": 0}),
+        ("max_norm = -1", FACTORIES["adamw"], {"max_norm": -1}),
         ("returned NoneType", lambda groups: None, {}),
         ("Adafactor is not element-wise", torch.optim.Adafactor, {}),
     ):

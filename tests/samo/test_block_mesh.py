@@ -266,3 +266,21 @@ def test_equals_one_process_on_every_grid_of_four(name, grids):
 def test_equals_one_process_where_states_are_shared_out(name, grids):
     expected_of(name)
     run_ranks(on_grids, 4, name, True, grids)
+
+
+def overflowing():
+    """After which steps masks are others, where the gradients of the first regrowth's step are infinite."""
+    run = compose(made("rigl"), ADAMW, {"samo": CASES["rigl"][0]}, loss_scale=1.0)
+    pruning, changed = run._composition.pruning, []
+    before = pruning.masks(run.optimizer)
+    for step, batch in enumerate(batches(), 1):
+        run.backward(run.model(batch).square().mean() * (torch.inf if step == 3 else 1.0))
+        run.step()
+        now = pruning.masks(run.optimizer)
+        changed += [step] if any(not torch.equal(now[name], before[name]) for name in now) else []
+        before = now
+    return changed
+
+
+def test_a_regrowth_waits_for_finite_gradients():
+    assert run_ranks(overflowing, 1) == [[4, 5, 7]]

@@ -9,6 +9,7 @@ import torch
 import samo
 from axonn_plugins.optim.index import Index
 from samo.native import library
+from tests.samo.reference import Masked
 from tests.samo.test_optimizer import FACTORIES, pair, train
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler")
@@ -69,6 +70,24 @@ def test_compression_of_large_tensors(dtype) -> None:
         for gradient, expected in ((first, first), (second, first + second)):
             parameter.backward(gradient)
             assert torch.equal(optimizer.stores[0].gradient, expected[mask])
+
+
+def test_a_state_of_before_the_first_step_and_groups_that_change_are_obeyed() -> None:
+    """As where a search for a learning rate puts back what there was, and where a script turns training round."""
+    fused = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=True)
+    ours, dense, masks = pair(0.5)
+    optimizer, reference = samo.Optimizer(fused, ours, masks), Masked(fused, dense, masks)
+    start = copy.deepcopy((ours.state_dict(), optimizer.state_dict()))
+    first = train(ours, optimizer.step)
+    ours.load_state_dict(start[0])
+    optimizer.load_state_dict(start[1])
+    assert train(ours, optimizer.step) == first == pytest.approx(train(dense, reference.step), rel=1e-5)
+    for maximize in (True, False):
+        optimizer.param_groups[0]["maximize"] = reference.optimizer.param_groups[0]["maximize"] = maximize
+        mine, theirs = (train(*each, steps=3) for each in ((ours, optimizer.step), (dense, reference.step)))
+        assert mine == pytest.approx(theirs, rel=1e-4)
+    steps = {float(state["step"]) for state in optimizer.state_dict()["state"].values() if "step" in state}
+    assert steps == {14.0}
 
 
 def test_only_where_it_applies() -> None:

@@ -226,6 +226,8 @@ def test_wrong_arguments():
         ("tile_size = 0", (adamw, ours), {"tile_size": 0}),
         ("stage = 1 needs", (adamw, ours), {"stage": 1}),
         ("stage = 3 is not", (adamw, ours), {"stage": 3}),
+        ("max_norm = -1 is not a norm", (adamw, ours), {"max_norm": -1}),
+        ("max_norm = nan is not a norm", (adamw, ours), {"max_norm": float("nan")}),
         ("loss_scale = 'big'", (adamw, ours), {"loss_scale": "big"}),
         ("Adafactor is not element-wise", (lambda given: torch.optim.Adafactor(given), ours), {}),
         ("not a torch optimizer", (lambda given: None, ours), {}),

@@ -96,15 +96,21 @@ def test_the_later_of_two_optimizers_has_the_gradients():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+def replace_data(model, state):
+    for name, parameter in model.named_parameters():
+        parameter.data = state[name].clone()
+
+
+@pytest.mark.parametrize("load", [nn.Module.load_state_dict, replace_data])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_weights_that_are_loaded_later_count_and_what_is_pruned_stays_zero(dtype):
+def test_weights_that_are_loaded_later_count_and_what_is_pruned_stays_zero(dtype, load):
     model, masks = pruned(dtype)
     state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
     dense = copy.deepcopy(model)
     optimizer, reference = samo.Optimizer(SGD, model, masks), Masked(SGD, dense, masks)
     train(model, optimizer.step)
     train(dense, reference.step)
-    model.load_state_dict(state)
+    load(model, state)
     dense.load_state_dict(state)
     with torch.no_grad():
         for name, parameter in dense.named_parameters():
@@ -117,6 +123,47 @@ def test_weights_that_are_loaded_later_count_and_what_is_pruned_stays_zero(dtype
     for (name, mine), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
         assert torch.equal(mine, theirs), name
         assert name not in masks or not mine[~masks[name]].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_weights_that_are_loaded_before_a_pruning_or_a_checkpoint_count(dtype):
+    """As a ticket's, which goes back to weights of before."""
+    model, masks = pruned(dtype)
+    start = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    dense = copy.deepcopy(model)
+    dense.load_state_dict(start)
+    optimizer = samo.Optimizer(SGD, model)
+    train(model, optimizer.step)
+    model.load_state_dict(start)
+    state = optimizer.state_dict()["state"]
+    assert dtype is torch.float64 or torch.equal(state[0]["master"].view(7, 5), start["0.weight"].float())
+    optimizer.inner.state.clear()
+    optimizer.prune(masks)
+    train(model, optimizer.step)
+    train(dense, Masked(SGD, dense, masks).step)
+    for (name, mine), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def test_memory_that_changes_under_the_compiled_step_counts_or_is_refused():
+    """It goes by addresses: of a gradient of one number for all elements, and of weights in another order or type."""
+    fused = partial(torch.optim.AdamW, lr=1e-2, fused=True)
+    model, masks = pruned(torch.float32)
+    dense = copy.deepcopy(model)
+    optimizer, reference = samo.Optimizer(fused, model, masks), Masked(fused, dense, masks)
+    for net, step in ((model, optimizer.step), (dense, reference.step)):
+        train(net, step)
+        for layer in (net[0], net[2]) if net is model else ():
+            layer.weight.data = layer.weight.data.t().contiguous().t()
+        for parameter in net.parameters():
+            parameter.grad = torch.tensor(0.1).expand(parameter.shape)
+        step()
+        train(net, step)
+    for mine, theirs in zip(model.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    model.double()
+    with pytest.raises(RuntimeError, match=r"'0\.weight' is torch.float64 on cpu, and was torch.float32"):
+        train(model, optimizer.step)
 
 
 def test_a_schedule_goes_on_from_a_checkpoint():

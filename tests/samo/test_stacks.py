@@ -57,6 +57,14 @@ def test_each_expert_keeps_its_share():
         )
 
 
+def test_what_stays_is_not_dropped_for_infinite_gradients():
+    """As those of pruned weights may be in fp16, where those of kept ones are finite."""
+    weight, mask = torch.arange(1.0, 9.0), torch.arange(8) < 4
+    gradients = {"w": torch.tensor([0.0] * 4 + [torch.inf] * 4)}
+    grown = samo.regrow({"w": weight * mask}, gradients, {"w": mask}, 0.5)["w"]
+    assert grown.tolist() == [False, False, True, True, False, False, True, True]
+
+
 def on_grids(grids):
     serial = Experts()
     wanted = {name: expected(serial, share) for name, share in (("most", 0.8), ("half", 0.5))}

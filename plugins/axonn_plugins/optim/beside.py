@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from axonn_plugins.optim.state import load_masters
 from axonn_tp.comm.clipping import clip_by
 
 if TYPE_CHECKING:
@@ -118,9 +119,36 @@ def look_around(optimizer: FlatOptimizer) -> None:
                     "gradients as they come, in parameter.register_hook, or give the parameter one without a backward pass"
                 )
             optimizer._take(entry)
-    if (now := versions_of(optimizer.entries)) != optimizer._versions:
-        pairs = zip(optimizer.entries, now, optimizer._versions, strict=True)
-        optimizer._written([entry for entry, new, old in pairs if new != old])
+    if written := _written_since(optimizer):
+        optimizer._written(written)
+
+
+def take_written(optimizer: FlatOptimizer) -> None:
+    """Between steps: have float32 weights be what a script has written since the last; the next step looks at the rest."""
+    if _written_since(optimizer):
+        load_masters(optimizer.stores, optimizer.tile_size)
+
+
+def _written_since(optimizer: FlatOptimizer) -> list[Entry]:
+    """Parameters that a script has written since the last step, or given other memory (``parameter.data = ...``).
+
+    Raises:
+        RuntimeError: of another type, or elsewhere.
+    """
+    pairs = zip(optimizer.entries, versions_of(optimizer.entries), optimizer._versions, strict=True)
+    found = [entry for entry, new, old in pairs if new != old]
+    kinds = (
+        {entry: (store.dtype, store.device) for store in optimizer.stores for entry in store.entries} if found else {}
+    )
+    for entry in found:
+        now, made = (entry.parameter.dtype, entry.parameter.device), kinds[entry]
+        if now != made:
+            raise RuntimeError(
+                f"{entry.name!r} is {now[0]} on {now[1]}, and was {made[0]} on {made[1]} when the optimizer was made; convert and move a model before"
+            )
+        if not entry.parameter.is_contiguous():
+            entry.parameter.data = entry.parameter.data.contiguous()  # as it was made
+    return found
 
 
 def _refuse_left_over(entry: Entry) -> None:
@@ -159,6 +187,6 @@ def no_scaler() -> ValueError:
     )
 
 
-def versions_of(entries: Iterable[Entry]) -> list[int]:
-    """Numbers that every change of a parameter's memory moves."""
-    return [entry.parameter._version for entry in entries]
+def versions_of(entries: Iterable[Entry]) -> list[tuple[int, int]]:
+    """Numbers that every change of a parameter's memory moves, or other memory in its place (``parameter.data = ...``)."""
+    return [(entry.parameter._version, entry.parameter.data_ptr()) for entry in entries]

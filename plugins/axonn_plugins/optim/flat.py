@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from axonn_plugins.optim.beside import look_around, no_scaler, require_plain, take_over, versions_of
-from axonn_plugins.optim.gradients import clip_factor, squares_of
+from axonn_plugins.optim.beside import look_around, no_scaler, require_plain, take_over, take_written, versions_of
+from axonn_plugins.optim.gradients import check_norm, clip_factor, squares_of
 from axonn_plugins.optim.lending import share_options
 from axonn_plugins.optim.loss_scale import LossScale
 from axonn_plugins.optim.memory import state_bytes
@@ -88,6 +88,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         mesh: Mesh | None = None,
     ) -> None:
         check_shares(stage, group is not None, tile_size)
+        check_norm(max_norm)
         self.factory, self.max_norm, self.norm, self.tile_size = factory, max_norm, norm, tile_size
         self.stage, self.host, self.bucket_bytes, self.gradient_dtype = stage, host, bucket_bytes, gradient_dtype
         self.loss_scale = LossScale.make(loss_scale)
@@ -126,8 +127,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             ValueError: always, then.
         """
         if hasattr(self, "entries"):
-            name = type(self).__name__
-            raise ValueError(f"{name} lays out its state once: give all parameter groups when you make it")
+            raise ValueError(f"{type(self).__name__} lays out its state once: give all parameter groups to it at once")
         super().add_param_group(param_group)
 
     def _make_inner(self) -> torch.optim.Optimizer:
@@ -172,7 +172,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"{entry.name!r} has a {gradient.layout} gradient; make its layer give dense ones (Embedding(sparse=False))"
             )
-        into, flat = self.reducer.place(entry), gradient.reshape(-1)
+        into, flat = self.reducer.place(entry), gradient.contiguous().view(-1)
         if not self._compress(entry, flat, into):
             for begin in range(0, entry.kept, self.tile_size):
                 part = into[begin : begin + self.tile_size]
@@ -312,6 +312,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             "state": by the parameter's number: "positions" (absent where all are kept), "master" for 16-bit parameters, and
             the inner optimizer's; "param_groups" as torch's; "loss_scale"; "shards" where weights are split, see `shards_of`.
         """
+        take_written(self)
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         read = read_state(self.stores, self.inner.state, device).items()
         state = dict(sorted((numbers[entry.parameter], values) for entry, values in read))

@@ -34,6 +34,18 @@ def norm_in_parts(gradient: Tensor, size: int) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
+def check_norm(most: float | None) -> None:
+    """Refuse what no gradient can be clipped to.
+
+    Raises:
+        ValueError: it is below 0, or no number.
+    """
+    if most is not None and (isinstance(most, str) or not most >= 0):
+        raise ValueError(
+            f"max_norm = {most!r} is not a norm of gradients; use a number above 0, or None to clip nothing"
+        )
+
+
 def clip_factor(norm: Tensor, most: float) -> Tensor:
     """The factor of gradients of this norm after which it is at most `most`."""
     return (most / (norm + 1e-6)).clamp(max=1.0)

@@ -74,7 +74,7 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> tuple[Any, d
     own = states_config.owner(block, raw, mpu)
     if own is not None:
         names.require(f"axonn.{own}", "axonn_tp", "samo", "ted_moe")
-    _tile(config.parse({}) if own else block, raw)
+    _tile(config.parse({}) if own else block, raw, states_config.may_be_ours(block, raw, mpu))
     _stock_pipelines()
     if block.tensor_parallel is None or block.pipeline is not None:  # whose engine puts its own in that place
         _forget_unit()
@@ -127,11 +127,11 @@ def step_aside() -> None:
     _communicate(config.parse({}))
 
 
-def _tile(block: config.Axonn, raw: Mapping[str, Any]) -> None:
+def _tile(block: config.Axonn, raw: Mapping[str, Any], by_model: bool = False) -> None:
     if block.ted is not None or "axonn_plugins.hosts.deepspeed.optim.tiled_zero" in sys.modules:
         from axonn_plugins.hosts.deepspeed.optim import tiled_zero as tiled
 
-        tiled.use(block, raw)
+        tiled.use(block, raw, by_model)
 
 
 def _communicate(block: config.Axonn) -> None:

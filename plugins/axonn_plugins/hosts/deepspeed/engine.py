@@ -173,13 +173,12 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
             given = keywords.pop("model_parameters", None)
             keywords["model_parameters"] = list(model.parameters() if given is None else given)
             optimizer = optimizer(keywords["model_parameters"])
-        take_over_whole(config_class, optimizer)
-        self._own_states(config_class, optimizer)
         self._axonn = self._settings(block)
         if self._splits:
             refuse_dropped_tokens(config_class, grid_for(self._axonn, dist.get_world_size()), self._axonn.layout)
         problem, split = None, Split({})
         try:
+            self._own_states(config_class, optimizer)
             check_by_parameter(optimizer, block.samo is not None)
             check_shapes(model)
             mask_of(block, model)
@@ -188,6 +187,8 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
             problem = str(error)
         facts = {} if problem else facts_of(model, config_class.axonn_raw, optimizer, keywords)
         agree(problem, facts | {f"the plan of {name}": repr(layer) for name, layer in split.plan.items()})
+        if take_over_whole(config_class, optimizer):
+            self._own_states(config_class, optimizer)
         self._verify = self._axonn.verify_plan and bool(split.plan)
         self._apply_split(model, split)
         if block.ted is not None:

@@ -54,10 +54,20 @@ def owner(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> str | None:
     if not splits:
         return "pipeline" if block.pipeline is not None and stage == 0 and enabled(raw, "fp16") else None
     of_script = mpu is not None and block.pipeline is None
-    may_be_stock = splits == ["ted"] and block.pipeline is None and block.ted is not None and block.ted.tensor == 1
-    if of_script or may_be_stock or stage == 3:  # what a script has split, and ZeRO-3, are DeepSpeed's, or refused
+    if of_script or _by_model(block) or stage == 3:  # what a script has split, and ZeRO-3, are DeepSpeed's, or refused
         return None
     return splits[0] if has_states(raw) else None
+
+
+def _by_model(block: Axonn) -> bool:
+    """True if ``ted`` splits nothing but experts, so that the model is to say whose the states are."""
+    others = (block.tensor_parallel, block.pipeline, *(getattr(block, key) for key in OWNERS), *block.others)
+    return block.ted is not None and block.ted.tensor == 1 and all(other is None for other in others)
+
+
+def may_be_ours(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> bool:
+    """True if states are ours where a model has experts, and else DeepSpeed's."""
+    return mpu is None and _by_model(block) and has_states(raw)
 
 
 def has_states(raw: Mapping[str, Any]) -> bool:
@@ -85,18 +95,20 @@ def take_over(parsed: Any, key: str) -> None:
     parsed.grad_accum_dtype = parsed.zero_config.offload_optimizer = None
 
 
-def take_over_whole(parsed: Any, optimizer: Any) -> None:
-    """The same where the script's optimizer looks at whole matrices, which the block splits: by its name, or by a trial; every rank calls it.
+def take_over_whole(parsed: Any, optimizer: Any) -> bool:
+    """The same where the script's optimizer looks at whole matrices, which the block splits: by its name, or by a trial; true if it does.
 
-    Stages of a pipeline may have none of the groups of parameters that tell.
+    Every rank calls it, once all have said that they have an optimizer. Stages of a pipeline may have none of the groups of parameters
+    that tell.
     """
     splits = [key for key in ("tensor_parallel", "ted") if getattr(parsed.axonn, key) is not None]
     if optimizer is None or not splits or parsed.axonn_owner is not None:
-        return
+        return False
     everyone = [False] * dist.get_world_size()
     dist.all_gather_object(everyone, looks_at_whole_matrices(optimizer))
     if any(everyone):
         take_over(parsed, splits[0])
+    return any(everyone)
 
 
 def check(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> None:

@@ -221,6 +221,7 @@ class Gathered:
             new = whole.shard(held, "GatheredParameters")
             if self.modifier is not None:
                 shard.copy_(new)
+                torch.autograd.graph.increment_version(parameter)  # an optimizer of ours looks at it
             elif new.view(torch.uint8).ne(shard.contiguous().view(torch.uint8)).any():
                 changed += 1
         self._shards.clear()

@@ -135,9 +135,9 @@ def take(optimizer: StateOptimizer, read: Mapping[str, Any]) -> None:
     inner = read.get("optimizer", read)
     step = inner["state"].get("common_step")
     state: dict[int, dict[str, Any]] = {number: {} for number, _ in enumerate(optimizer.get_parameters())}
-    for number in state:
-        if step is not None:
-            state[number] = {"step": torch.as_tensor(step, dtype=torch.float32).clone(), **inner["state"][number]}
+    counted = {} if step is None else {"step": torch.as_tensor(step, dtype=torch.float32)}
+    for number in state if counted or optimizer.config.optimizer == "sgd" else ():  # which counts no steps
+        state[number] = {**{key: value.clone() for key, value in counted.items()}, **inner["state"][number]}
     if _MASTERS in read:
         for (number, _), master in zip(_halves(optimizer.get_parameters()), read[_MASTERS][0], strict=True):
             state[number][MASTER] = master

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from axonn_plugins.hosts.common.composition import Composition
+from axonn_plugins.optim.beside import take_written
 from axonn_plugins.optim.state import MASTER, dense_parts
 from axonn_plugins.samo.pruning import Masks
 from axonn_tp import layout_of
@@ -52,6 +53,7 @@ class OwnState:
         Returns:
             Which part of each parameter that is.
         """
+        take_written(self._states)
         parts = {
             entry.parameter: part for entry, part in dense_parts(self._states.stores, self._states.inner.state).items()
         }

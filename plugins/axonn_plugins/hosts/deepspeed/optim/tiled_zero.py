@@ -121,8 +121,13 @@ class _Reader:
             yield part
 
 
-def use(block: Axonn, raw: Mapping[str, Any]) -> None:
+def use(block: Axonn, raw: Mapping[str, Any], by_model: bool = False) -> None:
     """Have the engine that is made next step in tiles, if the block says so.
+
+    Args:
+        block: the block.
+        raw: the whole configuration.
+        by_model: whether the model is to say if the states are DeepSpeed's (`require`).
 
     Raises:
         ConfigError: tiles cannot go with something else in the configuration.
@@ -133,12 +138,22 @@ def use(block: Axonn, raw: Mapping[str, Any]) -> None:
     try:
         check(raw, block)
     except ConfigError:
-        if "tile_size" in block.ted.model_fields_set:
+        if "tile_size" in block.ted.model_fields_set and not by_model:
             raise
         return
     engine.DeepSpeedZeroOptimizer = type(
         "TiledZeroOptimizer", (TiledZeroOptimizer,), {"tile_size": block.ted.tile_size}
     )
+
+
+def require(block: Axonn, raw: Mapping[str, Any]) -> None:
+    """Refuse a size that is given, where states are DeepSpeed's and tiles cannot go with something else.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if block.ted is not None and block.ted.tile_size is not None and "tile_size" in block.ted.model_fields_set:
+        check(raw, block)
 
 
 def step_aside() -> None:

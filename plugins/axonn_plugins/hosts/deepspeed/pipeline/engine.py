@@ -103,15 +103,15 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
             given = keywords.pop("model_parameters", None)
             keywords["model_parameters"] = list(model.parameters() if given is None else given)
             optimizer = optimizer(keywords["model_parameters"])
-        take_over_whole(config_class, optimizer)
-        self._own_states(config_class, optimizer)
-        problem = self._problem_with(model, optimizer, block)
+        problem = self._problem_with(model, optimizer, config_class)
         if optimizer is None and config_class.optimizer_name is not None and not any(True for _ in model.parameters()):
             problem = (
                 f"stage {model.stage_id} of the PipelineModule has no parameters, of which torch makes no optimizer; use fewer stages, or "
                 "another partition_method"
             )
         compare(model, config_class, optimizer, keywords, problem)
+        if take_over_whole(config_class, optimizer):
+            self._own_states(config_class, optimizer)
         plan = {} if self._split is None else stage_plan(model, self._split, grid, self._ted, self._key)
         self._verify = self._split is not None and self._split.verify_plan and bool(plan)
         self.mesh = Mesh(grid, get_accelerator().device_name().split(":")[0], model.num_stages)
@@ -135,13 +135,15 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
         self._losses = LossWatch(self.module)
         mark(self.module.parameters(), self.mesh, self.optimizer if self._owns else None)
 
-    def _problem_with(self, model: PipelineModule, optimizer: Any, block: Axonn) -> str | None:
+    def _problem_with(self, model: PipelineModule, optimizer: Any, config_class: Any) -> str | None:
+        block: Axonn = config_class.axonn
         if block.goldfish is not None and model.loss_fn is None:
             return (
                 "axonn.goldfish masks the labels that a PipelineModule gives its loss_fn, and this one has none; pass loss_fn to the "
                 "PipelineModule"
             )
         try:
+            self._own_states(config_class, optimizer)
             refuse_untied(model)
             if self._ted is None and (self._split is not None or self._owns):
                 refuse_experts(model)

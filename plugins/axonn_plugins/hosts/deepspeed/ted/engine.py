@@ -25,6 +25,7 @@ from axonn_plugins.hosts.deepspeed.agreement import compare
 from axonn_plugins.hosts.deepspeed.checkpoint.ted import TedCheckpoints
 from axonn_plugins.hosts.deepspeed.engine import AxonnEngine
 from axonn_plugins.hosts.deepspeed.goldfish import GoldfishEngine
+from axonn_plugins.hosts.deepspeed.optim.tiled_zero import require
 from axonn_plugins.hosts.deepspeed.states_config import has_states, take_over
 from axonn_plugins.hosts.deepspeed.ted.config import check_experts, check_rest
 from axonn_plugins.hosts.deepspeed.ted.layers import stock_layers
@@ -84,6 +85,7 @@ class TedEngine(TedCheckpoints, AxonnEngine):
             return super().__new__(cls)
         for module in model.modules():  # an engine that splits nothing of what is still in files
             read_rest(module, torch.device("cpu"))
+        require(config_class.axonn, config_class.axonn_raw)
         if layers:
             deepspeed.DeepSpeedEngine = TedUnitEngine
             return TedUnitEngine(args, model, *rest, config_class=config_class, **keywords)
