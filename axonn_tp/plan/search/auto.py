@@ -131,8 +131,7 @@ class _Finder:
             self.tensors.update({name: traced.run.tensors(name) for name in traced.run.inputs})
             users = self.shadow.users(traced.run) if candidates and self.grid.gx * self.grid.gy > 1 else {}  # type: ignore[union-attr]
             traced.run.settle()
-            judged = [self._judge(group, traced) for group in candidates]
-            traced.groups = [group for group in judged if group is not None]
+            traced.groups = [one for group in candidates if (one := self._judge(group, traced)) is not None]
             found += self._apart(traced, users)
             found += twins(self.model, traced.groups, self.free, self.reasons, partial(self._together, traced))
             self._whole = traced.run.arguments[""] if not traced.name else None

@@ -164,8 +164,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _take(self, entry: Entry) -> None:
-        parameter = entry.parameter
-        gradient, parameter.grad = parameter.grad, None
+        gradient, entry.parameter.grad = entry.parameter.grad, None
         if gradient is None:
             return
         if gradient.layout != torch.strided:

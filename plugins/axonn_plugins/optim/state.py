@@ -214,8 +214,10 @@ def on_index(entry: Entry, state: Mapping[str, Any]) -> dict[str, Any]:
 
 def shards_of(entries: Iterable[Entry], mesh: Mesh | None) -> dict[str, list[str]]:
     """Under "shards" in words which shards of split parameters this rank has; nothing where none is split."""
+    if mesh is None:
+        return {}
     found = set()
-    for layout in {layout_of(entry.parameter) for entry in entries} if mesh is not None else ():
+    for layout in {layout_of(entry.parameter) for entry in entries}:
         on = mesh.over(layout.grid)
         found |= {f"{on.rank(axis)} of {on.size(axis)} over {axis}" for axis in layout.axes if on.size(axis) > 1}
     return {_SHARDS: sorted(found)} if found else {}
