@@ -156,6 +156,10 @@ WRONG = {
         "--kv-lora-rank 33 does not divide by --axonn-gy 2",
     ),
     "lion": ([*ON, "--optimizer", "lion"], "--optimizer lion does not .* use adam, sgd or muon"),
+    "sgd shared": (
+        [*ON, "--optimizer", "sgd", "--use-distributed-optimizer"],
+        "--use-distributed-optimizer does not go with --optimizer sgd: .*; leave it out, or add --axonn-offload-optimizer",
+    ),
     "layer-wise muon": ([*ON, "--optimizer", "dist_muon"], "--optimizer dist_muon does not .* use adam, sgd or muon"),
     "muon of experts": (
         [*ON, "--optimizer", "muon", "--num-experts", "8"],
@@ -502,6 +506,8 @@ def test_what_goes_with_mamba_mixers(host, capsys, monkeypatch):
         assert said in capsys.readouterr().err
     assert host.run(*ON, "--axonn-gx", "2", "--spec", "somebodys.layers", "spec").axonn_gx == 2
     assert host.run(*ON, "--axonn-gz", "2", "--axonn-offload-optimizer").axonn_stage == 0
+    shared = ("--optimizer", "sgd", "--use-distributed-optimizer")
+    assert host.run(*ON, "--axonn-gz", "2", "--axonn-offload-optimizer", *shared).axonn_stage == 1
 
 
 def test_muon_is_that_of_a_package(host, capsys, monkeypatch):

@@ -48,6 +48,8 @@ CASES = {
     # Embeddings and output layer have a learning rate of their own, and Megatron's keys of groups do not tell.
     "decoupled": replace(LLAMA, optimizer=(decoupled := {"decoupled_lr": 0.1})),
     "decoupled sharded": replace(LLAMA, ddp=SHARDED, optimizer=decoupled),
+    # Which counts no steps, and of whose state Megatron makes none to load into.
+    "sgd": replace(LLAMA, optimizer={"optimizer": "sgd", "lr": 0.1}),
     # All that is trained is split over z, so that Megatron's optimizer of all else has nothing.
     "attention alone": (attention := replace(LLAMA, frozen=("norm", "mlp", "embedding", "output"))),
     "attention alone sharded": replace(attention, ddp=SHARDED),
@@ -77,6 +79,7 @@ TAKEN = {
     "empty shards": ["112", "shared", "instances"],
     "decoupled": ["112", "1212"],
     "decoupled sharded": ["112"],
+    "sgd": ["112"],
     "attention alone": ["112", "1212"],
     "pipeline": ["112", "stock"],
     "predicting pipeline": ["112"],
@@ -92,6 +95,7 @@ SOME = {
     "empty shards instances": [0],
     "decoupled 1212": [0],
     "decoupled sharded 112": [0],
+    "sgd 112": [0],
     "attention alone 112": [0],
     "pipeline stock": [0],
     "predicting pipeline 112": [1],

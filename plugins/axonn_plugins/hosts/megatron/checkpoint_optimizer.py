@@ -193,6 +193,9 @@ def _saved_as_one(original: Any) -> Any:
     @wraps(original)
     def sharded_state_dict(self: Any, model: Any, is_loading: bool = False, **named: Any) -> Any:
         chain = self.chained_optimizers
+        for one in chain:
+            if getattr(one, "init_state_fn", _momentum) is None:
+                one.init_state_fn = _momentum
         kinds = _kinds(chain)
         elsewhere = any(group.get("is_expert_parallel") for one in chain for group in one.param_groups)
         if len(chain) == len(kinds) and not elsewhere:
@@ -202,6 +205,13 @@ def _saved_as_one(original: Any) -> Any:
         return made[0] if len(made) == 1 else dict(enumerate(made))
 
     return sharded_state_dict
+
+
+def _momentum(optimizer: torch.optim.Optimizer, config: object = None) -> None:
+    """Room for SGD's state, for which Megatron has no such function, so that it cannot load what it has saved."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("momentum") else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def as_of_one(loaded: dict[Any, Any]) -> dict[Any, Any]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.hosts.megatron import engine
+from axonn_plugins.hosts.megatron.components import OWNERS
 from axonn_plugins.hosts.megatron.features import ALIKE, EIGHT_BITS, FEATURES, MIXERS, MODELS, MUON, SHARED, Feature
 from axonn_plugins.hosts.megatron.known import KNOWN
 from axonn_plugins.observe.doctor import MEGATRON_BELOW, MEGATRON_FROM
@@ -38,6 +39,7 @@ def check_arguments(args: Any, mixers: bool = False) -> None:
         _check_table(args, ALIKE, IMPL)
     if args.optimizer == "muon":
         _check_muon(args)
+    _check_sgd(args)
     ranks = getattr(args, "context_parallel_size", 1)
     if ranks > 1:
         _check_table(args, SHARED, f"--context-parallel-size {ranks} beside {IMPL}")
@@ -123,6 +125,18 @@ def _check_muon(args: Any) -> None:
     if importlib.util.find_spec("emerging_optimizers") is None:
         raise ConfigError(
             "--optimizer muon is that of emerging-optimizers, which is not installed; install it, or use adam or sgd"
+        )
+
+
+def _check_sgd(args: Any) -> None:
+    """Megatron would assert it once the model is made; an optimizer of ours shares SGD's states out, too."""
+    shared = getattr(args, "use_distributed_optimizer", False) and OWNERS.isdisjoint(
+        getattr(args, "axonn_components", ())
+    )
+    if args.optimizer == "sgd" and shared and not getattr(args, "optimizer_cpu_offload", False):
+        raise ConfigError(
+            "--use-distributed-optimizer does not go with --optimizer sgd: Megatron's shares out states of Adam alone; leave it out, or add "
+            "--axonn-offload-optimizer"
         )
 
 
