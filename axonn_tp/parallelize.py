@@ -31,11 +31,11 @@ from axonn_tp.compiled.refusals import check_compiled
 from axonn_tp.context.model import share_sequences
 from axonn_tp.grid.distribute import agree_on_unread, broadcast, broadcast_buffers, read_rest, without_own
 from axonn_tp.grid.mesh import Mesh
-from axonn_tp.layers.activation import compiler_runs, leave_to_eager, tell_uncompiled
 from axonn_tp.layers.batch_norm import synchronise
 from axonn_tp.layers.boundary import make_states_whole
 from axonn_tp.layers.conv import Conv
 from axonn_tp.layers.cross_entropy import CrossEntropyLoss
+from axonn_tp.layers.eager import compiler_runs, leave_to_eager, tell_uncompiled
 from axonn_tp.layers.embedding import Embedding
 from axonn_tp.layers.entry import SharedInput
 from axonn_tp.layers.group_norm import GroupNorm
