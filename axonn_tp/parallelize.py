@@ -23,6 +23,7 @@ from axonn_tp.comm.overlap import Gathers
 from axonn_tp.comm.own_calls import know, take_over
 from axonn_tp.comm.replicated import agree_on_bits
 from axonn_tp.comm.same_on_replicas import SameOnReplicas
+from axonn_tp.comm.same_order import SameOrder
 from axonn_tp.comm.unplanned_gradients import sum_unnamed
 from axonn_tp.compiled import hooks
 from axonn_tp.compiled import layers as compiled
@@ -30,17 +31,18 @@ from axonn_tp.compiled.refusals import check_compiled
 from axonn_tp.context.model import share_sequences
 from axonn_tp.grid.distribute import agree_on_unread, broadcast, broadcast_buffers, read_rest, without_own
 from axonn_tp.grid.mesh import Mesh
-from axonn_tp.layers.activation import compiler_runs, leave_to_eager, tell_uncompiled
 from axonn_tp.layers.batch_norm import synchronise
 from axonn_tp.layers.boundary import make_states_whole
 from axonn_tp.layers.conv import Conv
 from axonn_tp.layers.cross_entropy import CrossEntropyLoss
+from axonn_tp.layers.eager import compiler_runs, leave_to_eager, tell_uncompiled
 from axonn_tp.layers.embedding import Embedding
 from axonn_tp.layers.entry import SharedInput
 from axonn_tp.layers.group_norm import GroupNorm
 from axonn_tp.layers.layer_norm import LayerNorm
 from axonn_tp.layers.linear import Linear
 from axonn_tp.layers.materialise import Materialiser
+from axonn_tp.layers.own_losses import look_at_losses
 from axonn_tp.layers.rms_norm import RMSNorm
 from axonn_tp.layers.shared_uses import SharedUses
 from axonn_tp.layers.tuning import TunedMatmul, Tuner
@@ -156,6 +158,7 @@ class _Forward:
 
     def __init__(self, model: nn.Module, mesh: Mesh, tuner: Tuner | None) -> None:
         self.tuner, self.uses, self.same, self.mesh = tuner, SharedUses(mesh), SameOnReplicas(mesh), mesh
+        self.order = SameOrder()
         split = [module for module in model.modules() if isinstance(module, Split)]
         self.layers: dict[Gathers, list[SplitWeight]] = defaultdict(list)
         for module in split:
@@ -188,6 +191,8 @@ def _enter_forward(model: nn.Module, inputs: tuple, keywords: dict[str, Any]) ->
     if model.training and torch.is_grad_enabled():
         forward.same.begin((inputs, keywords))
         forward.uses.begin()
+        if forward.order.looks and forward.uses.looks:
+            look_at_losses(model)
 
 
 def _refuse_transforms(layers: Iterable[Gathers]) -> None:
@@ -209,6 +214,8 @@ def _leave_forward(model: nn.Module, inputs: tuple, output: object) -> None:
     for gathers in forward.layers:
         gathers.leave()
     forward.uses.end(model, output)
+    if model.training:
+        forward.order.passed(forward.layers)
     make_states_whole(output, forward.mesh)
 
 

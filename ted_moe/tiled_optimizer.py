@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from axonn_plugins.optim.gradients import check_norm, clip_factor, flat_gradient, norm_in_parts
-from axonn_plugins.optim.lending import TiledStep, parts_of, share_options
+from axonn_plugins.optim.lending import TiledStep, parts_of, require_groups, share_options
 from axonn_plugins.optim.tiles import Buffers, ParameterCut, update
 from axonn_tp.comm.optimizer_trial import StepMemory, along, examine, make_optimizer, require_one_by_one
 
@@ -77,6 +77,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         self.inner = inner = make_optimizer(
             optimizer_factory, [self._with_masters(group) for group in self.param_groups]
         )
+        require_groups(inner.param_groups, self.param_groups)
         self.defaults, self.state = inner.defaults, inner.state
         share_options(inner.param_groups, self.param_groups)
         self._memory = StepMemory(1, 1)

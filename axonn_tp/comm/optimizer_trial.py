@@ -37,7 +37,7 @@ def along(value: Any, weights: Tensor) -> bool:
 @contextmanager
 def other_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Iterator[None]:
     """Give the optimizer other parameter groups for a while."""
-    own, optimizer.param_groups = optimizer.param_groups, groups
+    own, optimizer.param_groups, optimizer.axonn_in_parts = optimizer.param_groups, groups, True  # type: ignore[attr-defined]
     try:
         yield
     finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
@@ -25,6 +26,7 @@ from axonn_tp.comm.clipping import measure_alike, owner_of
 from axonn_tp.comm.grad_scaler import GradScaler, agreed
 from axonn_tp.comm.meeting import meet
 from axonn_tp.comm.optimizer_trial import looks_at_whole_matrices
+from axonn_tp.comm.summed import look_at_sums
 from axonn_tp.grid.layout import layout_of
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.exports import in_shards, whole_tensor
@@ -139,7 +141,9 @@ def _unscaling(original: Callable[..., dict[torch.device, Tensor]]) -> Callable[
     return _unscale_grads_
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
+def _before_step(
+    optimizer: Optimizer, given: tuple[Any, ...] = (), named: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """An optimizer steps; the first time with split parameters it is looked at, and its state dicts are whole from then on.
 
     Raises:
@@ -147,9 +151,10 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """
     if torch._C._current_graph_task_id() != -1:
         _refuse_in_backward(optimizer)
-    if optimizer in _known or any(
-        kind.__module__.startswith(("axonn_plugins.", "samo.", "ted_moe.")) for kind in type(optimizer).__mro__
-    ):
+    if any(kind.__module__.startswith(("axonn_plugins.", "samo.", "ted_moe.")) for kind in type(optimizer).__mro__):
+        return
+    look_at_sums(optimizer, given, named)
+    if optimizer in _known:
         return
     parameters = _parameters(optimizer)
     mesh = _mesh_of(parameters)

@@ -22,10 +22,10 @@ from axonn_tp.grid.mesh import Mesh
 
 
 def leave_to_host(model: nn.Module) -> None:
-    """Look at none of a split model's passes."""
+    """Look at none of a split model's passes, nor at the order of its layers."""
     forward: Any = getattr(model, "axonn_forward", None)
     if forward is not None:
-        forward.same.looks = False
+        forward.same.looks = forward.order.looks = False
 
 
 class SameOnReplicas:

@@ -7,17 +7,12 @@ every rank of x and y are plain tensors.
 
 from __future__ import annotations
 
-import pkgutil
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 from torch.overrides import get_default_nowrap_functions
@@ -78,6 +73,8 @@ class Activation(Tensor):
         with unwatched():
             if split is None or function in _APART:
                 return function(*args, **kwargs)
+            if function in _COUNTING:
+                return ShareCount(function(*args, **kwargs))
             if uses_on_shares:
                 args, kwargs = _noted_uses(function, args, kwargs, split.over)
             if drawing(function, args, kwargs):
@@ -124,6 +121,37 @@ class ShareNumber(Tensor):
         return made
 
 
+class ShareCount(int):
+    """Number of elements of a rank's share of an activation."""
+
+
+class ShareSum(Tensor):
+    """A sum over a rank's share of an activation, which is fine as a loss: shares' add up. By a share's elements it is a mean, which is none."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The function's result; with numbers alone a sum, or such a mean."""
+        kwargs = kwargs or {}
+        if Activation in types or ShareNumber in types:
+            other = Activation if Activation in types else ShareNumber
+            return other.__torch_function__(function, types, args, kwargs)
+        if function in _ENGINE:
+            return _differentiate(function, args, kwargs)
+        with unwatched():
+            made = function(*args, **kwargs)
+            if type(made) in (Tensor, cls) and not made.dim() and function in _SCALING:
+                if any(type(arg) is ShareCount for arg in args):
+                    _note_number(
+                        made,
+                        "a sum of a rank's share of an activation, divided by the number of the share's elements",
+                    )
+                elif sum(isinstance(arg, Tensor) for arg in args) == 1:
+                    made.__class__ = cls
+        return made
+
+
 def _flat(args: Any) -> list[Any]:
     return [one for arg in args for one in (_flat(arg) if isinstance(arg, (tuple, list)) else (arg,))]
 
@@ -136,6 +164,17 @@ def _note_number(made: Tensor, what: str) -> None:
 
 _ADDING = {torch.sum, Tensor.sum, torch.nansum, Tensor.nansum, torch.dot, Tensor.dot, torch.inner, Tensor.inner}
 """Functions whose results for the shares add up to that for the whole: each rank's gradient is its share's of the sum."""
+_COUNTING = {torch.numel, Tensor.numel, Tensor.nelement}
+_SCALING = {
+    torch.div,
+    Tensor.div,
+    Tensor.div_,
+    Tensor.__truediv__,
+    Tensor.__itruediv__,
+    torch.true_divide,
+    Tensor.true_divide,
+}
+_SCALING |= {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.neg, Tensor.neg, Tensor.__neg__}
 _CAST = {Tensor.to, Tensor.type_as, Tensor.type}
 """Functions that may give back what they were given; of a second activation they read the type alone."""
 _NEW = {Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor, Tensor.new}
@@ -163,6 +202,8 @@ def _follow(
     function: Any, args: tuple, kwargs: dict[str, Any], given: Tensor, made: Tensor, split: ActivationSplit
 ) -> None:
     if not made.dim() and function in _ADDING:
+        if made.requires_grad:
+            made.__class__ = ShareSum
         return
     if not made.dim():
         name = getattr(function, "__name__", str(function)).strip("_")
@@ -192,7 +233,7 @@ def _differentiate(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _each(change: Any, arg: Any) -> Any:
     if isinstance(arg, (tuple, list)):
         return tuple(_each(change, one) for one in arg)
-    return change(arg) if type(arg) is Activation else arg
+    return change(arg) if type(arg) in (Activation, ShareSum) else arg
 
 
 @dataclass
@@ -243,7 +284,7 @@ def split_of(tensor: Tensor) -> ActivationSplit | None:
 
 def plain(tensor: Tensor) -> Tensor:
     """The same values without knowledge of how they are split; differentiable."""
-    if type(tensor) is not Activation:
+    if type(tensor) not in (Activation, ShareSum):
         return tensor
     with unwatched():
         return tensor.as_subclass(Tensor)
@@ -272,35 +313,3 @@ def _noted(tensor: Tensor, split: ActivationSplit) -> Tensor:
     tensor.__class__ = Activation
     tensor.axonn_split = split  # type: ignore[attr-defined]
     return tensor
-
-
-def compiler_runs() -> bool:
-    """True in code that `torch.compile` has left as it is, called by code that it compiles."""
-    return get_eval_frame_callback() not in (None, False)
-
-
-@cache
-def tell_uncompiled() -> None:
-    """Warn, once a process."""
-    warnings.warn(
-        "torch.compile leaves split layers, and code on activations that are split over x and y, as they are; for a graph without breaks give "
-        'axonn_tp.Options(layout="replicated", compile=True), or these keys in the block\'s tensor_parallel',
-        stacklevel=3,
-    )
-
-
-@cache
-def leave_to_eager() -> None:
-    """Have `torch.compile` run this package, but for what is written for it (`axonn_tp.compiled`), and code on activations as they are.
-
-    It would trace the backward of a product, whose sums are shared by several, without what they share, and give wrong gradients.
-    """
-    import torch._dynamo.config
-    import torch._dynamo.trace_rules
-
-    package = find_spec("axonn_tp")
-    assert package is not None
-    for module in pkgutil.iter_modules(package.submodule_search_locations, "axonn_tp."):
-        if module.name != "axonn_tp.compiled":
-            torch._dynamo.trace_rules.add(module.name)
-    torch._dynamo.config.nontraceable_tensor_subclasses.update({Activation, WholeWeight})

@@ -20,6 +20,8 @@ _READS = {"_DeferredBackward", "_GatheredBackward", "OwnReadBackward"}
 """Layers' own reads of shards, and of what code makes of shards to give it to a layer."""
 _OURS = {*_READS, "_GatherSummedBackward", "CompiledFunctionBackward"}
 _CASTS = {"ToCopyBackward0"}
+_OF_LAYERS = {"EmbeddingBackward0", "NativeGroupNormBackward0"}
+"""Functions of torch's by which layers read shards over x and y, in losses of activations that shares add up to."""
 # Operations by the names of their nodes in the graph.
 _ADDED = {"Add", "Sub", "Rsub", "Neg", "ToCopy", "Clone", "Alias"}
 _JOINED, _SHAPED = {"Stack", "Cat"}, {"Expand", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze"}
@@ -54,13 +56,27 @@ class LossWatch:
         name = first_read_in_shards(losses, model)
         if name is not None:
             raise ValueError(read_in_shards(name))
-        name = first_not_summed(losses, model)
-        if name is not None:
-            raise ValueError(
-                f"the loss reads {name} outside of its layer, where a rank has nothing but its shard over x and y, by more than a sum over elements, so "
-                "that its gradient would be another than in one process; read layer.weight in the model's forward, which gives the whole, or have the "
-                "optimizer decay weights"
-            )
+        refuse_losses(model, losses)
+
+
+def refuse_losses(model: nn.Module, losses: Iterable[Tensor]) -> None:
+    """Look at what losses of a split model have gradients of that no gradient of a shard tells.
+
+    Raises:
+        ValueError: they are other functions of shards over x and y than sums over elements, or count a rank's tokens.
+    """
+    name = first_not_summed(losses, model)
+    if name is not None:
+        raise ValueError(
+            f"the loss reads {name} outside of its layer, where a rank has nothing but its shard over x and y, by more than a sum over elements, so "
+            "that its gradient would be another than in one process; read layer.weight in the model's forward, which gives the whole, or have the "
+            "optimizer decay weights"
+        )
+    if scales_by_frequency(losses, model):
+        raise ValueError(
+            "an embedding of the loss scales gradients by how often a token is in the batch (scale_grad_by_freq = True), and a rank counts those of its "
+            "samples alone, not those of all readers; leave scale_grad_by_freq out"
+        )
 
 
 def first_read_in_shards(losses: Iterable[Tensor], model: nn.Module) -> str | None:
@@ -105,7 +121,7 @@ def first_not_summed(losses: Iterable[Tensor], model: nn.Module) -> str | None:
         if isinstance(module, Split):
             for own, parameter in module.named_parameters(recurse=False):
                 layout = module.layouts.get(own)
-                if layout and any(module.mesh.over(layout.grid).size(axis) > 1 for _, axis in layout.split):
+                if layout and any((layout.grid or module.mesh.grid).size(axis) > 1 for _, axis in layout.split):
                     shards[parameter] = f"{name}.{own}" if name else own
     found = set()
     waiting: list[tuple[Any, str]] = [(loss.grad_fn, "sum") for loss in losses if shards and loss.grad_fn is not None]
@@ -116,12 +132,29 @@ def first_not_summed(losses: Iterable[Tensor], model: nn.Module) -> str | None:
         if variable is not None:
             if use not in ("sum", "element", "pair") and variable in shards:
                 found.add(shards[variable])
-        elif node.name() not in _OURS and not _of_the_suite(node):
+        elif node.name() not in _OURS | _OF_LAYERS and not _of_the_suite(node):
             after = _use_below(node, use)
             new = {(each, after) for each, _ in node.next_functions if each is not None} - seen
             seen |= new
             waiting += new
     return min(found, key=[*shards.values()].index, default=None)
+
+
+def scales_by_frequency(losses: Iterable[Tensor], model: nn.Module) -> bool:
+    """True if the losses read rows of a table whose gradients are divided by counts of tokens, of which other ranks have others."""
+    meshes = [module.mesh for module in model.modules() if isinstance(module, Split)]
+    if all(mesh.grid.batch == 1 for mesh in meshes):
+        return False
+    waiting = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+    seen: set[Any] = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if getattr(node, "_saved_scale_grad_by_freq", False):
+            return True
+        new = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= new
+        waiting += new
+    return False
 
 
 def _of_the_suite(node: Any) -> bool:

@@ -46,6 +46,11 @@ class SharedUses:
         """A copied model's passes are its own."""
         return SharedUses(self._mesh)
 
+    @property
+    def looks(self) -> bool:
+        """True if the pass that began last is looked at."""
+        return not self._rounds & (self._rounds - 1)
+
     def begin(self) -> None:
         """A forward begins that will be differentiated."""
         if not self._open:
@@ -53,7 +58,7 @@ class SharedUses:
                 watch.end()
             self._watches.clear()
             self._rounds += 1
-        if not self._rounds & (self._rounds - 1):
+        if self.looks:
             self._uses = UsesOnShares()
             uses_on_shares.append(self._uses)
 

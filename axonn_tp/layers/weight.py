@@ -64,6 +64,15 @@ class Split(nn.Module):
             if parameter is not None:
                 parameter.axonn_layout = self.layouts[name]  # type: ignore[attr-defined]
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Split:
+        """Conversions as torch's; one may put other parameters in the place of these (`torch.__future__`)."""
+        before = dict(self._parameters)
+        super()._apply(fn, recurse)
+        if any(self._parameters[name] is not parameter for name, parameter in before.items()):
+            self.remark()
+            know_copies(before, self._parameters)
+        return self
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not (self.hands_out_shards or in_shards()):

@@ -198,6 +198,15 @@ def refusals() -> None:
             backward(model, x, mesh)
         hook.remove()
         backward(model, x, mesh)
+        forgotten, all_sum = torch.optim.SGD(model.parameters(), 0.0), mesh.grid.batch == 1
+        for step in range(4):
+            with (
+                nullcontext()
+                if all_sum or step % 2 == 0
+                else pytest.raises(ValueError, match="nobody has summed them; call")
+            ):
+                loss_of(model, mesh.shard_batch(x)).backward()
+                forgotten.step()
         matrices = [model.up.weight, model.down.weight]
         for optimizer in (
             torch.optim.LBFGS(model.parameters()),
@@ -241,6 +250,11 @@ def tied() -> None:
     model = parallelize(copy.deepcopy(serial), mesh, "auto")
     train(serial, torch.optim.SGD(serial.parameters(), 0.1), x)
     train(model, torch.optim.SGD(model.parameters(), 0.1), x, mesh)
+    same(model.state_dict(), serial.state_dict())
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    for each in (model, serial):
+        each.float().double()
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
     same(model.state_dict(), serial.state_dict())
     for each in (model, serial):  # a single sample
         each.zero_grad()

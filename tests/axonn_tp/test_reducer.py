@@ -304,7 +304,7 @@ def penalties_over_x_and_y() -> None:
     for grid in (Grid(2, 1, 1, 1), Grid(1, 2, 1, 1)):
         mesh = Mesh(grid)
         plan = {"up": LayerPlan("normal"), "gate": LayerPlan("normal"), "down": LayerPlan("transposed")}
-        serial, model = model_of(Gated), axonn_tp.parallelize(model_of(Gated), mesh, plan)
+        serial, model = model_of(Gated), axonn_tp.parallelize(model_of(Gated), mesh, plan).eval()
         rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
         for name, penalty in PENALTIES.items():
             for each in (serial, model):
@@ -326,6 +326,14 @@ def penalties_over_x_and_y() -> None:
             except ValueError as error:
                 assert "weight outside of its layer" in str(error)
                 refused.add(name)
+        model.train()
+        for _ in range(2):
+            loss = model(rows).square().mean() + sum(weight.norm() for weight in model.parameters())
+            with pytest.raises(ValueError, match="reads up.weight outside of its layer"):
+                loss.backward()
+        given = rows.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(given).square().mean(), given, create_graph=True)
+        gradient.norm().backward()
     assert refused == wrong and len(wrong) == 10
 
 
@@ -351,7 +359,9 @@ def gradients_that_layers_give(mesh: Mesh, rows: torch.Tensor) -> None:
             given = rows.clone().requires_grad_()
             (gradient,) = torch.autograd.grad(model(given).square().mean(), given, create_graph=True)
             gradient.square().sum().backward()
-    model = axonn_tp.parallelize(Model(), mesh)
+    model, table = axonn_tp.parallelize(Model(), mesh), torch.ones(3, 6, requires_grad=True)
+    with pytest.raises(ValueError, match=r"scale_grad_by_freq = True"):
+        model(F.embedding(torch.tensor([0, 1, 1]), table, scale_grad_by_freq=True)).sum().backward()  # type: ignore[attr-defined]
     (model(rows).square().mean() + 0 * sum(p.sum() for p in model.parameters())).backward()  # type: ignore[attr-defined]
 
 

@@ -135,3 +135,25 @@ def test_what_nothing_follows_is_found_by_the_watch(capfd: pytest.CaptureFixture
         run_ranks(train, 2, "mixture", ALL, 1)
     said = "axonn: rank 0 called mixture layers.0.experts where rank 1 called the sum of gradients, "
     assert capfd.readouterr().err.count(said) == 2
+
+
+def route() -> list[str]:
+    """As many layers on each rank, by its rows, but others; found in the pass after the one that is looked at."""
+    mesh, said = Mesh(Grid(gz=2)), []
+    for differs in (False, True):
+        model = parallelize(Three(), mesh, {"layers.*": LayerPlan("normal")})
+        try:
+            for step in range(5):
+                skipped = step % 2 + 1 if not differs else 2 - dist.get_rank()
+                model(torch.randn(3, 8), skipped).sum().backward()
+                sync_gradients(model.parameters(), mesh)
+                said += [] if step else ["went on"]
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_other_layers_of_one_shape_on_each_rank() -> None:
+    one, other = run_ranks(route, 2)
+    assert one == other and one[:2] == ["went on"] * 2 and len(one) == 3
+    assert one[2].startswith("rank 1 called other layers than rank 0 in the model's forward, or in another order")

@@ -231,6 +231,11 @@ def test_wrong_arguments():
         ("loss_scale = 'big'", (adamw, ours), {"loss_scale": "big"}),
         ("Adafactor is not element-wise", (lambda given: torch.optim.Adafactor(given), ours), {}),
         ("not a torch optimizer", (lambda given: None, ours), {}),
+        (
+            "2 parameter groups where it was given 1.* as they are",
+            (lambda given: torch.optim.SGD([given[0], {"params": []}]), ours),
+            {},
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             samo.Optimizer(*arguments, **keywords)

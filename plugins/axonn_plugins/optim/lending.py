@@ -83,6 +83,23 @@ def parts_of(group: int, weights: Tensor, size: int) -> Iterator[Part]:
         yield Part(group, weights, begin, min(begin + size, weights.numel()))
 
 
+def require_groups(made: Sequence[dict[str, Any]], given: Sequence[dict[str, Any]]) -> None:
+    """Refuse a factory that makes parameter groups of its own.
+
+    Args:
+        made: of the optimizer that it made.
+        given: to it.
+
+    Raises:
+        ValueError: there are not as many.
+    """
+    if len(made) != len(given):
+        raise ValueError(
+            f"the factory made an optimizer of {len(made)} parameter groups where it was given {len(given)}, and parts of parameters are "
+            "stepped in the groups that it was given; have it pass these on as they are, as lambda groups: torch.optim.AdamW(groups, lr=1e-3) does"
+        )
+
+
 def share_options(from_groups: list[dict[str, Any]], to_groups: list[dict[str, Any]]) -> None:
     """Have parameter groups take over the hyperparameters of others."""
     for source, target in zip(from_groups, to_groups, strict=True):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from axonn_plugins.optim.by_parameter import reason_against
+from axonn_plugins.optim.lending import require_groups
 from axonn_plugins.optim.whole.rules import AsItIs, Muon, Rule
 from axonn_tp import Mesh, layout_of
 from axonn_tp.comm.optimizer_trial import examine, make_optimizer, require_one_by_one
@@ -44,6 +45,7 @@ def make_inner(
         for group in groups
     ]
     inner = make_optimizer(factory, stand_ins)
+    require_groups(inner.param_groups, groups)
     inner.state.clear()
     rules: dict[int, Rule] = {}
     for number, group in enumerate(groups):
