@@ -102,6 +102,7 @@ def schedules(folder: str) -> dict[str, Any]:
         for step in steps:
             losses, norms = train_plain(run, which, range(step, step + 1))
             scheduler.step()
+            assert run.optimizer.loss_scale is not None
             seen.append([*losses, *norms, scheduler.get_last_lr()[0], run.optimizer.loss_scale.scale])
         return seen
 
@@ -110,6 +111,7 @@ def schedules(folder: str) -> dict[str, Any]:
     for number in range(2):
         saving = run.save(f"{folder}/kept/{number}", scheduler, {"at": number}, asynchronous=True, keep_last=1)
     found["wanted"] = go_on(run, scheduler, case, range(MIDDLE, STEPS))
+    assert saving is not None
     saving.wait()
     found["kept"] = sorted(path.name for path in Path(folder, "kept").iterdir())
     run, scheduler = made(other, 2.0**10)
