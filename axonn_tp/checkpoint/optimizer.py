@@ -90,10 +90,13 @@ def _check_own_states(optimizer: torch.optim.Optimizer) -> None:
     """Refuse one that steps by another, as Lookahead and `samo.Optimizer` do: what that one has gathered is not in its own state."""
     for name, held in vars(optimizer).items():
         if isinstance(held, torch.optim.Optimizer) and held.state is not optimizer.state:
+            remedy = getattr(optimizer, "axonn_saved_by", None) or (
+                "save and load without the optimizer, and keep what its state_dict() gives on each rank in a file of that rank, for its "
+                "load_state_dict there"
+            )
             raise CheckpointError(
                 f"{type(optimizer).__name__} keeps states in another optimizer ({name}: {type(held).__name__}), which a checkpoint would be "
-                "without; save and load without the optimizer, and keep what its state_dict() gives on each rank in a file of that rank, for its "
-                "load_state_dict there"
+                f"without; {remedy}"
             )
 
 

@@ -79,10 +79,7 @@ def save(
         ValueError: `keep_last` is not a number of at least 1.
         CheckpointError: the same on every rank.
     """
-    if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
-        raise ValueError(
-            f"keep_last = {keep_last!r} is not an integer of at least 1; correct it, or keep all with None"
-        )
+    check_kept(keep_last)
 
     def collect() -> tuple[Shards, Notes]:
         shards, notes = model_state(model)
@@ -100,6 +97,18 @@ def save(
         notes = merged(ranks.gather(names.notes(notes, names.outward)))
         shards = {names.outward(name): shard for name, shard in shards.items()}
     return write(Path(folder), shards, notes, ranks, asynchronous, keep_last)
+
+
+def check_kept(keep_last: int | None) -> None:
+    """Refuse a `keep_last` of `save` that keeps nothing.
+
+    Raises:
+        ValueError: it is not a number of at least 1.
+    """
+    if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
+        raise ValueError(
+            f"keep_last = {keep_last!r} is not an integer of at least 1; correct it, or keep all with None"
+        )
 
 
 def write(

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from axonn_plugins.config import ConfigError, parse
 from axonn_plugins.hosts.plain import compose
 from tests.compose.noise import GradientNoise
-from tests.compose.training import ACCUMULATION, Case, ready, run, serial_run
+from tests.compose.training import Case, adamw, ready, run, serial_run, train_plain
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks, same_on_all
 from tests.matrix import thorough
@@ -29,37 +27,13 @@ EVERY_RUN = {("DeepSpeed", "split"), ("plain PyTorch", "pruned"), ("DeepSpeed", 
 
 def plain(case: Case) -> Any:
     """In a loop of one's own: losses, norms, and those of one process."""
-    model = case.serial()
-    made = compose(
-        model,
-        lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1),
-        case.block,
-        stage=case.stage,
-        max_norm=case.clip,
-    )
-    readers, losses, norms = made.mesh.grid.batch, [], []
-    for step in case.batches(readers):
-        total = torch.zeros((), dtype=torch.float64)
-        for number, micro in enumerate(step):
-            ids = micro[made.mesh.rank("batch")]
-            with torch.enable_grad():
-                loss = made.model(ids[:, :-1], ids[:, 1:]) / ACCUMULATION
-            if number < ACCUMULATION - 1:
-                with made.no_sync():
-                    made.backward(loss)
-            else:
-                made.backward(loss)
-            total += loss.detach()
-        made.step()
-        dist.all_reduce(total)
-        losses.append(total.item() / dist.get_world_size())
-        assert made.total_norm is not None
-        norms.append(made.total_norm.item())
+    made = compose(case.serial(), adamw, case.block, stage=case.stage, max_norm=case.clip)
+    losses, norms = train_plain(made, case)
     # Another rank's state, whose shards are as large.
     refused = attempt(made.optimizer.load_state_dict, same_on_all(made.optimizer.state_dict()))
     first = all(made.mesh.rank(axis) == 0 for axis in "xyz")
     assert refused is None if first else "ValueError: the state is of weights' shards 0 of 2 over " in refused, refused
-    return losses, norms, *serial_run(case, readers)
+    return losses, norms, *serial_run(case, made.mesh.grid.batch)
 
 
 def runs(every: bool) -> dict[str, Any]:

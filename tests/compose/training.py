@@ -271,11 +271,9 @@ def sequence_of(case: Case) -> int:
     return gz["sequence"] if isinstance(gz, dict) else 1
 
 
-def start(case: Case) -> Any:
-    """The engine; each rank has its own experts, of the serial model's."""
-    gc.collect()
-    readers, whole = readers_of(case), case.serial().state_dict()
-    ep_size = case.experts or 1
+def built(case: Case) -> Any:
+    """The model; each rank has its own experts, of the serial model's."""
+    whole, ep_size = case.serial().state_dict(), case.experts or 1
     if case.stages:
         model: Any = PipelineModule(
             case.specs(ep_size), num_stages=case.stages, loss_fn=entropy, partition_method="uniform"
@@ -294,8 +292,43 @@ def start(case: Case) -> Any:
         first = share * EXPERTS // ep_size
         state[name] = whole[f"{before}{experts}{int(number) + first}.{rest}" if experts else serial]
     model.load_state_dict(state)
+    return model
+
+
+def start(case: Case) -> Any:
+    """The engine."""
+    gc.collect()
+    model = built(case)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    return deepspeed.initialize(model=model, model_parameters=parameters, config=config(case, readers))[0]
+    return deepspeed.initialize(model=model, model_parameters=parameters, config=config(case, readers_of(case)))[0]
+
+
+def adamw(groups: Any) -> torch.optim.Optimizer:
+    """As in a case's configuration."""
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+
+
+def train_plain(run: Any, case: Case, steps: range | None = None) -> tuple[list[float], list[float]]:
+    """Losses and norms of a loop of one's own over what `compose` gave."""
+    batches, losses, norms = case.batches(run.mesh.grid.batch), [], []
+    for step in steps or range(case.steps):
+        total = torch.zeros((), dtype=torch.float64)
+        for number, micro in enumerate(batches[step]):
+            ids = micro[run.mesh.rank("batch")]
+            with torch.enable_grad():
+                loss = run.model(ids[:, :-1], ids[:, 1:]) / ACCUMULATION
+            if number < ACCUMULATION - 1:
+                with run.no_sync():
+                    run.backward(loss)
+            else:
+                run.backward(loss)
+            total += loss.detach()
+        run.step()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+        assert run.total_norm is not None
+        norms.append(run.total_norm.item())
+    return losses, norms
 
 
 def train(engine: Any, case: Case, steps: range | None = None) -> tuple[list[float], list[float]]:

@@ -6,6 +6,7 @@
     for batch in batches:
         run.backward(run.model(run.mesh.shard_batch(batch)))
         run.step()
+    run.save("checkpoints/step_100")  # and run.load, on any grid
 
 Start it by torchrun, with an initialised process group.
 """
@@ -13,8 +14,10 @@ Start it by torchrun, with an initialised process group.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,14 +32,21 @@ from axonn_plugins.hosts.common.agreement import meet
 from axonn_plugins.hosts.common.composition import Composition
 from axonn_plugins.hosts.common.fingerprint import of_configuration, of_model, of_versions
 from axonn_plugins.hosts.common.goldfish import LabelMask, Weight
+from axonn_plugins.hosts.common.portable import PortableState, portable_in
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options, refuse_keys_of_deepspeed
 from axonn_plugins.observe.timeline.steps import asked, step_asked, step_begins, step_ended
 from axonn_tp import Grid, Mesh, layout_of, parallelize
+from axonn_tp.checkpoint import CheckpointError, Saving
 from axonn_tp.checkpoint.dealt import DealtNames, still_here
+from axonn_tp.checkpoint.state import Notes
+from axonn_tp.checkpoint.training import Reading, check_kept
 from axonn_tp.grid.device import device_of_rank
 from axonn_tp.layers.loss_watch import LossWatch
 
 _AXES = ("x", "y", "z", "data")
+_SAVED_BY = (
+    "save and load the run that compose returned by run.save(folder) and run.load(folder), which keep them for any grid"
+)
 
 
 class Run:
@@ -97,6 +107,108 @@ class Run:
         self._composition.stepped()
         step_ended(self.mesh.axis_names())
 
+    def save(
+        self,
+        folder: str | os.PathLike,
+        scheduler: Any = None,
+        extra: Any = None,
+        asynchronous: bool = False,
+        keep_last: int | None = None,
+    ) -> Saving | None:
+        """Write weights, the optimizer's states, masks and counts as a checkpoint that any grid, stage and block can load.
+
+        Every rank calls it, between steps, with a folder that all see. It is complete or absent, as that of `axonn_tp.checkpoint.save`.
+
+        Args:
+            folder: its name.
+            scheduler: anything with `state_dict`, as torch's schedulers.
+            extra: what else to keep, as the position in the data; rank 0's is written.
+            asynchronous: see `axonn_tp.checkpoint.save`.
+            keep_last: see `axonn_tp.checkpoint.save`.
+
+        Returns:
+            What to wait for, when asynchronous.
+
+        Raises:
+            ValueError: `keep_last` is not a number of at least 1.
+            CheckpointError: the same on every rank.
+        """
+        check_kept(keep_last)
+        state = _State(self, scheduler)
+        return state.write(Path(folder), *state.collect(extra), asynchronous, keep_last)
+
+    def load(self, folder: str | os.PathLike, scheduler: Any = None, states: bool = True) -> Any:
+        """Go on where a checkpoint was written, on any grid and number of ranks, at any stage, pruned or dense; every rank calls it.
+
+        The checkpoint may be of `save`, of `axonn_tp.checkpoint.save`, which counts no steps, or of an engine of DeepSpeed with the block
+        (``checkpoints/global_step100``) and the same class of optimizer. Nothing is changed where anything does not fit.
+
+        Args:
+            folder: its name.
+            scheduler: of the saved class.
+            states: with the optimizer's states, the loss scale, what systems keep, the count of steps, and the random number generators;
+                else weights and masks alone.
+
+        Returns:
+            `extra` as it was given to `save`, or an engine's client state.
+
+        Raises:
+            CheckpointError: one sentence that names what is damaged, missing, or does not fit; the same on every rank.
+            ConfigError: the model that was read cannot be pruned as the block says; the same on every rank.
+        """
+        state = _State(self, scheduler)
+        reading = Reading(state.ranks.together(lambda: _files_in(Path(folder))), state.ranks)
+        if scheduler is not None and "scheduler" not in reading.notes:
+            raise CheckpointError("the checkpoint was saved without a scheduler; load it without one")
+        extra = state.load(reading, states, schedule=True, counters=states)
+        self._composition.loaded()
+        if states:
+            reading.restore_random_state()
+        return extra
+
+
+class _State(PortableState):
+    """The state of a `Run` in its checkpoints.
+
+    Args:
+        run: the run.
+        scheduler: of the learning rate; None: there is none.
+    """
+
+    def __init__(self, run: Run, scheduler: Any) -> None:
+        names = DealtNames(run.model)
+        self._run = run
+        super().__init__(run.model, run.mesh, run.optimizer, run._composition, scheduler, names if names else None)
+
+    def counters(self) -> dict[str, int]:
+        """Steps, by DeepSpeed's name."""
+        return {"global_steps": self._run.steps}
+
+    def take_counters(self, saved: dict[str, int]) -> None:
+        """Go on with the steps."""
+        self._run.steps = saved.get("global_steps", self._run.steps)
+
+    def scale(self) -> Notes:
+        """The loss scale, and how it changes."""
+        scale = self._run.optimizer.loss_scale
+        return {} if scale is None else {"loss_scale": scale.state_dict()}
+
+    def take_scale(self, notes: Notes) -> None:
+        """Go on with a scale that moves, if this run's does; of an engine of DeepSpeed with the scale alone."""
+        scale, saved, engine = self._run.optimizer.loss_scale, notes.get("loss_scale") or {}, notes.get("loss_scaler")
+        if scale is None or not scale.dynamic:
+            return
+        if saved.get("dynamic"):
+            scale.load_state_dict(saved)
+        elif engine and "scale_window" in engine:
+            scale.scale = float(engine["cur_scale"])
+
+
+def _files_in(folder: Path) -> Path:
+    """Where a checkpoint's files by the serial model's names are; of one that was just being renamed, the older one's."""
+    replaced = folder.with_name(f"{folder.name}.replaced")
+    return portable_in(folder) or portable_in(replaced) or folder
+
 
 def compose(
     model: nn.Module,
@@ -155,6 +267,7 @@ def compose(
     except ValueError as error:
         raise ConfigError(f"axonn: {error}") from None
     run._composition.attach(run.optimizer)
+    run.optimizer.axonn_saved_by = _SAVED_BY  # type: ignore[attr-defined]
     return run
 
 

@@ -74,7 +74,7 @@ class Pruning:
             regrow = block.regrow
             self._regrowth = samo.Regrowth(regrow.interval, regrow.end_step, regrow.fraction, block.start_step)
         self._regrown: Masks | None = None
-        self._owed = False  # a regrowth, from when it is due until a step's gradients are finite
+        self.owed = False  # a regrowth, from when it is due until a step's gradients are finite
         self._rows: dict[str, dict[str, Any]] = {}
         self.first_gradients: FirstGradients | None = None
         self._together(self._prepare, trained)
@@ -247,11 +247,11 @@ class Pruning:
             return True
         if not self._regrows(steps):
             return False
-        self._owed, self._regrown = False, self._together(self._regrow, steps, optimizer)
+        self.owed, self._regrown = False, self._together(self._regrow, steps, optimizer)
         return True
 
     def _regrows(self, steps: int) -> bool:
-        return self.pruned and self._regrowth is not None and (self._owed or self._regrowth.due(steps))
+        return self.pruned and self._regrowth is not None and (self.owed or self._regrowth.due(steps))
 
     def watched(self, steps: int) -> set[str]:
         """The parameters whose dense gradients are wanted in the step after so many.
@@ -261,7 +261,7 @@ class Pruning:
         """
         if not self._regrows(steps):
             return set()
-        self._owed = True
+        self.owed = True
         tied = [
             name for found in _everyone(sorted(name for name in self.names if self._copies(name) > 1)) for name in found
         ]

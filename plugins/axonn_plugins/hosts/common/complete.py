@@ -139,7 +139,7 @@ def _marked(folder: Path) -> set[str]:
 def find(load_dir: str, tag: str | None) -> str | None:
     """The checkpoint to load, once every byte of it has been found as it was written; every rank calls it.
 
-    One that a stock engine wrote has no sums, and is taken as it is.
+    One that a stock engine wrote has no sums, and is taken as it is; one of plain PyTorch's `compose` has its own.
 
     Args:
         load_dir: where checkpoints are.
@@ -195,7 +195,7 @@ def nothing_in(load_dir: str) -> str:
     folder = Path(load_dir)
     if not folder.is_dir():
         return f"{folder} does not exist: no checkpoint was loaded"
-    if (folder / MARKER).is_file() or any(folder.glob("*_states.pt")):
+    if _is_one(folder):
         raise ConfigError(
             f"{folder} is itself a checkpoint; load it by load_checkpoint({str(folder.parent)!r}, tag={folder.name!r})"
         )
@@ -211,8 +211,13 @@ def _tags(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if path.is_dir() and path.suffix not in (_ASIDE, _REPLACED)]
-    found = [path for path in found if (path / MARKER).is_file() or any(path.glob("*_states.pt"))]
+    found = [path for path in found if _is_one(path)]
     return [path.name for path in sorted(found, key=lambda path: -path.stat().st_mtime_ns)]
+
+
+def _is_one(folder: Path) -> bool:
+    """True if it is a checkpoint: of ours, of another host's that is sealed as a whole, or a stock engine's."""
+    return any((folder / marker).is_file() for marker in (MARKER, files.MARKER)) or any(folder.glob("*_states.pt"))
 
 
 def _in_words(tags: list[str]) -> str:
@@ -224,7 +229,7 @@ def _damage(folder: Path, part: int, parts: int) -> list[str]:
     if not (folder / MANIFEST).exists() and not (folder / MARKER).exists():
         if any(folder.glob("axonn*")):
             return [f"{MANIFEST} and {MARKER}, which are missing"]
-        return []
+        return files.damage(folder, part, parts) if (folder / files.STATE).is_file() else []
     wrong = sums.damage(folder, MANIFEST, MARKER, part, parts)
     if f"{MANIFEST} or {MARKER}" in wrong:
         return wrong

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 
 from axonn_plugins.hosts.common.complete import everyone
-from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
-from axonn_plugins.hosts.deepspeed.checkpoint.portable_files import PORTABLE, PortableCheckpoints
+from axonn_plugins.hosts.common.portable import portable_in
+from axonn_plugins.hosts.deepspeed.checkpoint.portable_files import PortableCheckpoints
+from axonn_plugins.hosts.deepspeed.checkpoint.state import EngineState
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_reading import StockReading
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_refusals import why_unreadable
 from axonn_plugins.hosts.deepspeed.states import OwnStates
@@ -63,7 +64,7 @@ class GridCheckpoints(OwnStates, PortableCheckpoints):
             return None, {}
         # DeepSpeed's own reading knows weights that are missing, and no states but its own.
         plain = load_module_strict and custom_load_fn is None
-        if self._splits or (folder / PORTABLE).is_dir() or (plain and why_unreadable(folder) is None):
+        if self._splits or portable_in(folder) or (plain and why_unreadable(folder) is None):
             return self._read_portable(folder, *rest)
         assert self.composition is not None
         self.composition.forget_masks()
@@ -73,11 +74,11 @@ class GridCheckpoints(OwnStates, PortableCheckpoints):
         return found
 
     def _why_unreadable(self, folder: Path) -> str | None:
-        return None if (folder / PORTABLE).is_dir() else why_unreadable(folder)
+        return None if portable_in(folder) else why_unreadable(folder)
 
-    def _reading(self, state: PortableState, folder: Path, states: bool) -> Any:
+    def _reading(self, state: EngineState, folder: Path, states: bool) -> Any:
         """Files of ours, or a stock engine's."""
-        if (folder / PORTABLE).is_dir():
+        if portable_in(folder):
             return super()._reading(state, folder, states)
         return StockReading(self, state, folder, states)
 

@@ -6,22 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from axonn_plugins.config import ConfigError
+from axonn_plugins.hosts.common.portable import PORTABLE, portable_in
 from axonn_plugins.hosts.deepspeed.checkpoint.checked import CheckedCheckpoints
-from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
+from axonn_plugins.hosts.deepspeed.checkpoint.state import EngineState
 from axonn_tp.checkpoint import CheckpointError
 from axonn_tp.checkpoint.training import Reading
-
-PORTABLE = "axonn"
-"""The folder of these files in a checkpoint's."""
 
 
 class PortableCheckpoints(CheckedCheckpoints):
     """The part of an engine that writes and reads them."""
 
-    def _portable_state(self) -> PortableState:
-        return PortableState(self)
+    def _portable_state(self) -> EngineState:
+        return EngineState(self)
 
-    def _write_portable(self, folder: Path, client_state: dict) -> PortableState:
+    def _write_portable(self, folder: Path, client_state: dict) -> EngineState:
         """Write them into a checkpoint's folder; returns what they hold.
 
         Raises:
@@ -62,10 +60,10 @@ class PortableCheckpoints(CheckedCheckpoints):
 
     def _why_unreadable(self, folder: Path) -> str | None:
         """Why a checkpoint cannot be read here, and what to do; None where it can."""
-        if (folder / PORTABLE).is_dir():
+        if portable_in(folder):
             return None
         return "was written without the axonn block; load it without the block, or start anew"
 
-    def _reading(self, state: PortableState, folder: Path, states: bool) -> Any:
-        """Open the files for `PortableState.load`."""
-        return Reading(folder / PORTABLE, state.ranks, verified=True)
+    def _reading(self, state: EngineState, folder: Path, states: bool) -> Any:
+        """Open the files for `EngineState.load`."""
+        return Reading(portable_in(folder) or folder, state.ranks, verified=True)

@@ -15,9 +15,10 @@ from typing import Any
 from torch import nn
 
 from axonn_plugins.config import ConfigError, TensorParallel
+from axonn_plugins.hosts.common.portable import portable_in
 from axonn_plugins.hosts.deepspeed.checkpoint.layer_names import LayerNames
-from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
-from axonn_plugins.hosts.deepspeed.checkpoint.portable_files import PORTABLE, PortableCheckpoints
+from axonn_plugins.hosts.deepspeed.checkpoint.portable_files import PortableCheckpoints
+from axonn_plugins.hosts.deepspeed.checkpoint.state import EngineState
 from axonn_plugins.hosts.deepspeed.pipeline.ties import settle_loss
 from axonn_plugins.hosts.deepspeed.states import OwnStates
 
@@ -31,8 +32,8 @@ class StagedCheckpoints(OwnStates, PortableCheckpoints):
     _split: TensorParallel | None
     grid: Any
 
-    def _portable_state(self) -> PortableState:
-        return PortableState(self, LayerNames(self.module), apart=True)
+    def _portable_state(self) -> EngineState:
+        return EngineState(self, LayerNames(self.module), apart=True)
 
     @property
     def _stock_alone(self) -> bool:
@@ -87,7 +88,7 @@ class StagedCheckpoints(OwnStates, PortableCheckpoints):
         if tag is None:
             return None, {}
         folder = Path(load_dir) / tag
-        if (folder / PORTABLE).is_dir():
+        if portable_in(folder):
             return self._read_portable(folder, *rest)
         if self._split is not None:
             raise ConfigError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
+from axonn_plugins.hosts.deepspeed.checkpoint.state import EngineState
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_plan import EXPERT, Flat, Group, renumbered, stock_groups
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_refusals import STATES, WEIGHTS_ALONE, check_scale
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_states import script_groups
@@ -73,7 +73,7 @@ class StockReading:
         CheckpointError: a file, or a tensor in it, is missing or of another kind; the same on every rank.
     """
 
-    def __init__(self, engine: Any, state: PortableState, folder: Path, states: bool) -> None:
+    def __init__(self, engine: Any, state: EngineState, folder: Path, states: bool) -> None:
         self.engine, self.state, self.folder = engine, state, folder
         self.names = DealtNames(engine.module) if state.names is None else state.names
         # On disk until a part is looked at, and not all files at once.

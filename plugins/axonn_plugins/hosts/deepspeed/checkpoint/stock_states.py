@@ -17,7 +17,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from torch import Tensor
 
-from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
+from axonn_plugins.hosts.deepspeed.checkpoint.state import EngineState
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_plan import Flat, Group, stock_groups
 from axonn_tp.checkpoint.dealt import DealtNames
 from axonn_tp.checkpoint.optimizer import Pieces, options_of
@@ -47,7 +47,7 @@ class StockStates:
     """
 
     engine: Any
-    state: PortableState
+    state: EngineState
     reading: Reading
     world: int
 
@@ -155,7 +155,7 @@ class StockStates:
         return made
 
 
-def save_states(engine: Any, folder: Path, portable: Path, state: PortableState) -> list[dict[str, torch.Size]] | None:
+def save_states(engine: Any, folder: Path, portable: Path, state: EngineState) -> list[dict[str, torch.Size]] | None:
     """Write stock's files of optimizer states, where its ZeRO-1 and 2, or a torch optimizer, has such; every rank calls it.
 
     Args:

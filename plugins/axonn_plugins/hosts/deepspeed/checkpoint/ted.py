@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from axonn_plugins.config import ConfigError
+from axonn_plugins.hosts.common.portable import PORTABLE
 from axonn_plugins.hosts.deepspeed.checkpoint.grid import GridCheckpoints
-from axonn_plugins.hosts.deepspeed.checkpoint.portable import PortableState
-from axonn_plugins.hosts.deepspeed.checkpoint.portable_files import PORTABLE
+from axonn_plugins.hosts.deepspeed.checkpoint.state import EngineState
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_refusals import STATES
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_states import save_states
 from axonn_plugins.hosts.deepspeed.data_efficiency import parts_with_state
@@ -36,8 +36,8 @@ class TedCheckpoints(GridCheckpoints):
 
     groups: Groups | None
 
-    def _portable_state(self) -> PortableState:
-        return PortableState(self, DealtNames(self.module))
+    def _portable_state(self) -> EngineState:
+        return EngineState(self, DealtNames(self.module))
 
     def _write(self, save_dir: str, tag: str, client_state: dict, **keywords: Any) -> None:
         """Both kinds of files; of others' experts, which DeepSpeed without the block has no files of, those of the grid."""

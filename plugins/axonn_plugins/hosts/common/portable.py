@@ -1,4 +1,4 @@
-"""An engine's state by the serial model's names, so that it resumes on another grid or another ZeRO stage.
+"""A run's state by the serial model's names, so that it resumes on another grid, another ZeRO stage or under another host.
 
 Float32 masters are stored where they are wider than the weights; otherwise they are equal to them.
 """
@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from axonn_plugins.hosts.deepspeed.data_efficiency import parts_with_state
-from axonn_tp.checkpoint import CheckpointError
+from axonn_tp import Mesh
+from axonn_tp.checkpoint import Saving, files
 from axonn_tp.checkpoint.dealt import DealtNames
 from axonn_tp.checkpoint.merging import merged
 from axonn_tp.checkpoint.optimizer import (
@@ -31,46 +30,95 @@ from axonn_tp.checkpoint.state import Notes, Shards, check_tensors, model_state,
 from axonn_tp.checkpoint.training import write
 
 if TYPE_CHECKING:
-    from axonn_plugins.hosts.deepspeed.checkpoint.own_states import OwnState
+    from axonn_plugins.hosts.common.composition import Composition
+    from axonn_plugins.hosts.common.own_states import OwnState
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+PORTABLE = "axonn"
+"""The folder of these files in that of a checkpoint which has a host's own files, too."""
+
+
+def portable_in(folder: Path) -> Path | None:
+    """The folder in which a checkpoint has its files by the serial model's names, a subfolder or itself; None where it has none."""
+    if (folder / PORTABLE).is_dir():
+        return folder / PORTABLE
+    return folder if (folder / files.STATE).is_file() else None
 
 
 class PortableState:
-    """The state of an engine that is saved besides DeepSpeed's own files.
+    """The state of a run: its weights, and the optimizer's states, schedule and counts.
 
     Args:
-        engine: one of ours.
+        model: this rank's part.
+        mesh: of it.
+        optimizer: None where there is none.
+        composition: where the optimizer's states are ours.
+        scheduler: of the learning rate; None: there is none.
         names: of experts and layers, where ranks have different ones.
         apart: whether the ranks of other stages have other parameters.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, names: DealtNames | None = None, apart: bool = False) -> None:
-        self.engine, self.names = engine, names
-        self.module: nn.Module = engine.module
-        self.ranks = Ranks(engine.mesh, apart)
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        optimizer: Any,
+        composition: Composition | None,
+        scheduler: Any = None,
+        names: DealtNames | None = None,
+        apart: bool = False,
+    ) -> None:
+        self.module, self.held, self.scheduler, self.names = model, optimizer, scheduler, names
+        self.ranks = Ranks(mesh, apart)
         self.parameters = dict(self.module.named_parameters())
         self.own: OwnState | None = None
-        if getattr(engine, "composition", None) is not None:
-            from axonn_plugins.hosts.deepspeed.checkpoint.own_states import OwnState
+        if composition is not None:
+            # Only here is `samo` needed, a name that a user's folder may have.
+            from axonn_plugins.hosts.common.own_states import OwnState
 
-            self.own = OwnState(engine)
-        self.optimizer: torch.optim.Optimizer | None
-        self.optimizer = engine.optimizer if self.own is None else self.own.view
+            self.own = OwnState(model, mesh, optimizer, composition)
+        self.optimizer: torch.optim.Optimizer | None = optimizer if self.own is None else self.own.view
         self.pieces = [] if self.optimizer is None else whole_pieces(self.module, self.optimizer)
+
+    # What a host knows better
+
+    def counters(self) -> dict[str, int]:
+        """Counts of steps, ``global_steps`` at least."""
+        raise NotImplementedError
+
+    def take_counters(self, saved: dict[str, int]) -> None:
+        """Go on with counts of `counters`, of any host's."""
+        raise NotImplementedError
+
+    def parts(self) -> dict[str, Any]:
+        """Parts of the host that know how far they are, by name, each with `state_dict` and `load_state_dict`."""
+        return {}
+
+    def scale(self) -> Notes:
+        """Notes on the loss scale."""
+        return {}
+
+    def take_scale(self, notes: Notes) -> None:
+        """Go on with the loss scale in a checkpoint's notes, of any host's."""
+
+    def refresh(self) -> None:
+        """Weights alone have been read: have the float32 ones be these."""
+        if self.own is not None:
+            self.held.refresh_masters()
+
+    # Saving
 
     def _wide_masters(self) -> Shards:
         held = {} if self.own is None else self.own.masters
         return {f"optimizer.{name}.master": shard for name, shard in held.items()}
 
-    def collect(self, client_state: dict[str, Any]) -> tuple[Shards, Notes]:
+    def collect(self, extra: Any) -> tuple[Shards, Notes]:
         """Collect this rank's part.
 
         Raises:
             CheckpointError: the optimizer's states cannot be split anew; the same on every rank.
         """
         pieces = self.pieces if self.own is None else self.own.collect()
-        shards, notes = self.ranks.together(lambda: self._collect(client_state, pieces))
+        shards, notes = self.ranks.together(lambda: self._collect(extra, pieces))
         if self.names is not None:
             notes = merged(self.ranks.gather(self.names.notes(notes, self.names.outward)))
         shards = self._outward(shards)
@@ -83,26 +131,27 @@ class PortableState:
     def _outward(self, shards: Shards) -> Shards:
         return shards if self.names is None else {self.names.outward(name): shard for name, shard in shards.items()}
 
-    def _collect(self, client_state: dict[str, Any], pieces: Pieces) -> tuple[Shards, Notes]:
+    def _collect(self, extra: Any, pieces: Pieces) -> tuple[Shards, Notes]:
         shards, model = model_state(self.module)
-        notes: Notes = {"model": model, "extra": client_state}
-        notes["counters"] = {name: getattr(self.engine, name) for name in _COUNTERS}
+        notes: Notes = {"model": model, "extra": extra, "counters": self.counters()}
         if self.optimizer is not None:
             states, notes["optimizer"] = optimizer_state(self.optimizer, pieces)
             shards |= states | self._wide_masters()
-        if self.engine.lr_scheduler is not None:
-            notes["scheduler"] = self.engine.lr_scheduler.state_dict()
-        notes["data"] = {name: part.state_dict() for name, part in parts_with_state(self.engine).items()}
-        if (scaler := _scaler(self.engine)) is not None:
-            notes["loss_scaler"] = dict(vars(scaler))
-        return shards, notes
+        if self.scheduler is not None:
+            notes["scheduler"] = self.scheduler.state_dict()
+        notes["data"] = {name: part.state_dict() for name, part in self.parts().items()}
+        return shards, notes | self.scale()
 
-    def write(self, folder: Path, shards: Shards, notes: Notes) -> None:
-        """Write what `collect` returned."""
-        write(folder, shards, notes, self.ranks)
+    def write(
+        self, folder: Path, shards: Shards, notes: Notes, asynchronous: bool = False, keep_last: int | None = None
+    ) -> Saving | None:
+        """Write what `collect` returned; see `axonn_tp.checkpoint.save`."""
+        return write(folder, shards, notes, self.ranks, asynchronous, keep_last)
 
-    def load(self, reading: Any, states: bool, schedule: bool, counters: bool, strict: bool = True) -> dict[str, Any]:
-        """Read what an engine on any grid wrote.
+    # Loading
+
+    def load(self, reading: Any, states: bool, schedule: bool, counters: bool, strict: bool = True) -> Any:
+        """Read what a run on any grid wrote.
 
         Args:
             reading: the checkpoint, a `Reading` or what has its notes and its `read`.
@@ -112,40 +161,35 @@ class PortableState:
             strict: refuse weights that are here or there alone.
 
         Returns:
-            The client state.
+            What else was saved.
 
         Raises:
             CheckpointError: one sentence, the same on every rank.
         """
         notes, states = reading.notes, states and self.optimizer is not None
-        if schedule and self.engine.lr_scheduler is not None and "scheduler" not in notes:
-            raise CheckpointError(
-                "the checkpoint was saved without a schedule of the learning rate, and this run has one; pass load_lr_scheduler_states=False to have "
-                "it begin anew"
-            )
         if self.names is not None:
             notes = self.names.notes(notes, self.names.inward)
+        shards, hand_over = self.ranks.together(lambda: self._targets(notes, states, strict))
+        schedule = schedule and self.scheduler is not None and "scheduler" in notes
+        resumed = self.ranks.together(lambda: self._schedule(notes, states)) if schedule else None
         if self.own is not None:
             self.own.take_masks(reading)
-        shards, hand_over = self.ranks.together(lambda: self._targets(notes, states, strict))
         self.ranks.together(lambda: reading.read(self._outward(shards)))
         hand_over()
         restore_modules(self.module, notes["model"])
         if states and self.own is not None:
             self.own.hand_over()
-            self._restore_scale(notes.get("loss_scaler", {}))
-        elif hasattr(self.engine.optimizer, "refresh_fp32_params"):
-            self.engine.optimizer.refresh_fp32_params()
-        if self.own is not None and states:
+            self.take_scale(notes)
             self.own.composition.load_state_dict(notes.get("systems", {}))
+        else:
+            self.refresh()
         if counters:
-            for name, value in notes["counters"].items():
-                setattr(self.engine, name, value)
-            for name, part in parts_with_state(self.engine).items():
+            self.take_counters(notes.get("counters", {}))
+            for name, part in self.parts().items():
                 if (saved := notes.get("data", {}).get(name)) is not None:
                     part.load_state_dict(saved)
-        if schedule and self.engine.lr_scheduler is not None and "scheduler" in notes:
-            self.engine.lr_scheduler.load_state_dict(self._schedule(notes, states))
+        if schedule:
+            self.scheduler.load_state_dict(resumed)
         return notes["extra"]
 
     def _targets(self, notes: Notes, states: bool, strict: bool) -> tuple[Shards, Callable[[], None]]:
@@ -161,11 +205,6 @@ class PortableState:
         check_tensors(masters, notes["tensors"])
         return shards | moments | masters, hand_over
 
-    def _restore_scale(self, saved: dict[str, Any]) -> None:
-        scaler = _scaler(self.engine)
-        if scaler is not None and vars(scaler).keys() == saved.keys():  # else the other one was static, or dynamic
-            vars(scaler).update(saved)
-
     def _schedule(self, notes: Notes, states: bool) -> Any:
         if self.optimizer is None or "optimizer" not in notes:
             return notes["scheduler"]
@@ -173,7 +212,3 @@ class PortableState:
         if not states and len(here) == len(saved):  # as many may be of other parameters then
             return notes["scheduler"]
         return regrouped(notes["scheduler"], matched_groups(here, saved), len(saved))
-
-
-def _scaler(engine: DeepSpeedEngine) -> Any:
-    return getattr(engine.optimizer, "loss_scaler", None)

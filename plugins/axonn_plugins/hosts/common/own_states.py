@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import samo
 from axonn_plugins.hosts.common.composition import Composition
 from axonn_plugins.optim.beside import take_written
 from axonn_plugins.optim.state import MASTER, dense_parts
 from axonn_plugins.samo.pruning import Masks
-from axonn_tp import layout_of
+from axonn_tp import Mesh, layout_of
 from axonn_tp.checkpoint.optimizer import Piece, Pieces
 from axonn_tp.checkpoint.planner import Shard
 from axonn_tp.checkpoint.state import Notes, Shards
@@ -25,19 +26,21 @@ class OwnState:
     """The optimizer as any torch optimizer of the dense model, for a while.
 
     Args:
-        engine: its optimizer is a `StateOptimizer`.
+        model: this rank's part.
+        mesh: of it.
+        states: the optimizer.
+        composition: the systems that it was made for.
 
     Attributes:
         view: has the parameter groups, and while a checkpoint is written or read the dense states.
         masters: float32 weights of 16-bit parameters, by name.
-        composition: the engine's.
+        composition: see above.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self._engine, self._states = engine, engine.optimizer
-        self.composition: Composition = engine.composition
+    def __init__(self, model: nn.Module, mesh: Mesh, states: samo.Optimizer, composition: Composition) -> None:
+        self._mesh, self._states, self.composition = mesh, states, composition
         self._pruning = self.composition.pruning
-        self._names = {parameter: name for name, parameter in engine.module.named_parameters()}
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
         self.view: torch.optim.Optimizer = object.__new__(type(self._states.inner))
         self.view.param_groups, self.view.state = self._states.param_groups, {}  # type: ignore[assignment]
         self.masters: dict[str, Shard] = {}
@@ -79,7 +82,7 @@ class OwnState:
     def _writes(self, parameter: nn.Parameter) -> bool:
         """True if this rank is of the first that share a parameter's states: replicas on other axes and stages cut them elsewhere."""
         layout = layout_of(parameter)
-        at = self._engine.mesh.over(layout.grid).coordinates
+        at = self._mesh.over(layout.grid).coordinates
         first = layout.counted_here(at, ("y",) if layout.partial else ("x", "y"))
         return first and not getattr(parameter, "ds_pipe_replicated", False)
 
@@ -97,7 +100,7 @@ class OwnState:
             )
             for key, mask in shards.items()
         }
-        return made, {"pruned": pruning.pruned, "search": search}
+        return made, {"pruned": pruning.pruned, "search": search, "owed": pruning.owed}
 
     def take_masks(self, reading: Any) -> None:
         """Prune as the checkpoint is, which may be dense; every rank calls it."""
@@ -122,11 +125,12 @@ class OwnState:
             own = read("mask")
             pruning.take(own)
             masks |= own
+            pruning.owed = saved.get("owed", False)
         else:
             pruning.resume_search(saved["search"], read)
         # Gradients that no step has consumed are of other weights.
-        self._engine.optimizer.zero_grad()
-        self._engine.optimizer.prune(masks)
+        self._states.zero_grad()
+        self._states.prune(masks)
 
     def make_masters(self, notes: Notes) -> None:
         """Room for the float32 weights in the checkpoint."""
