@@ -14,6 +14,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from axonn_tp.comm.shard_gradients import read_in_shards
+from axonn_tp.grid.layout import layout_of
 from axonn_tp.layers.weight import Split, SplitWeight
 
 _READS = {"_DeferredBackward", "_GatheredBackward", "OwnReadBackward"}
@@ -28,6 +29,10 @@ _BY_ELEMENT = {"Pow", "Mul", "Div", "Reciprocal", "Abs", "Exp", "Log", "Log1P", 
 _BY_ELEMENT |= {"Relu", "Softplus", "Gelu", "Clamp", "ClampMin", "ClampMax", "Where", "Maximum", "Minimum"}
 _SUMMED_LOSSES = {"MseLoss", "SmoothL1Loss", "HuberLoss"}
 _NORM = "LinalgVectorNorm"
+
+
+class OfExperts(ValueError):
+    """A loss reads experts, of which a rank has some."""
 
 
 class LossWatch:
@@ -54,6 +59,12 @@ class LossWatch:
         name = first_read_in_shards(losses, model)
         if name is not None:
             raise ValueError(read_in_shards(name))
+        name = first_read_in_shards(losses, model, experts=True)
+        if name is not None:
+            raise OfExperts(
+                f"the loss reads {name} outside of the experts' module, and a rank has its own experts alone, so that the loss and its gradient would be "
+                "others than in one process; have the optimizer decay weights, or leave experts out of the penalty"
+            )
         name = first_not_summed(losses, model)
         if name is not None:
             raise ValueError(
@@ -63,13 +74,21 @@ class LossWatch:
             )
 
 
-def first_read_in_shards(losses: Iterable[Tensor], model: nn.Module) -> str | None:
-    """The first weight whose shard over z the losses read themselves; None where all go through the layers."""
+def first_read_in_shards(losses: Iterable[Tensor], model: nn.Module, experts: bool = False) -> str | None:
+    """The first weight whose shard over z the losses read themselves; None where all go through the layers.
+
+    Args:
+        losses: that will be differentiated.
+        model: the model.
+        experts: look for this rank's experts in the place of shards.
+    """
     shards: dict[Any, str] = {}
     for name, module in model.named_modules():
-        if isinstance(module, SplitWeight) and module.mesh.size("z") > 1:
-            for own, parameter in module.named_parameters(recurse=False):
-                if module.layouts[own].over_z:
+        apart = isinstance(module, Split) and module.lies_apart
+        if (apart if experts else isinstance(module, SplitWeight)) and module.mesh.size("z") > 1:
+            for own, parameter in module.named_parameters(recurse=experts):
+                layout = layout_of(parameter)
+                if layout.over_z or layout.home:
                     shards[parameter] = f"{name}.{own}" if name else own
     found: list[str] = []
     waiting = [loss.grad_fn for loss in losses if shards and loss.grad_fn is not None]
@@ -77,7 +96,7 @@ def first_read_in_shards(losses: Iterable[Tensor], model: nn.Module) -> str | No
     while waiting:
         node = waiting.pop()
         own = node.name()
-        if own in _READS:
+        if own in _READS or _by_zero(node):
             continue
         for after, _ in node.next_functions:
             while after is not None and own not in _OURS and after.name() in _CASTS:
@@ -91,6 +110,12 @@ def first_read_in_shards(losses: Iterable[Tensor], model: nn.Module) -> str | No
                 waiting.append(after)
     order = list(shards.values())
     return min(found, key=order.index, default=None)
+
+
+def _by_zero(node: Any) -> bool:
+    """True if the loss has the node's inputs times 0, by which scripts have all parameters used."""
+    factor = node._saved_other if node.name() == "MulBackward0" else None
+    return isinstance(factor, Tensor) and factor.dim() == 0 and factor.device.type == "cpu" and not factor.any()
 
 
 def first_not_summed(losses: Iterable[Tensor], model: nn.Module) -> str | None:

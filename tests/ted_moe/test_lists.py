@@ -14,6 +14,7 @@ from axonn_plugins.config import Ted
 from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts
 from axonn_tp import Grid, Mesh
 from axonn_tp.checkpoint.dealt import still_here
+from axonn_tp.layers.loss_watch import LossWatch, OfExperts
 from ted_moe.adapters import find, splittable
 from tests.distributed import run_ranks
 from tests.matrix import thorough
@@ -120,6 +121,10 @@ def used_by_scripts() -> list[str]:
     output = model(x)
     faults += [] if torch.allclose(output, alone(x), rtol=0, atol=1e-12) else ["another output"]
     faults += [] if seen == [[10], []][home] else [f"a hook saw {seen}"]
+    squares = sum(p.square().sum() for p in model.parameters())
+    LossWatch(model).look(output.sum() + 0 * squares)
+    with pytest.raises(OfExperts, match="the loss reads moe.experts.0.w1.weight outside of the experts' module"):
+        LossWatch(model).look(output.sum() + squares)
     output.sum().backward()
     faults += [f"no gradient of {name}" for name, p in model.moe.experts.named_parameters() if p.grad is None]
     with pytest.raises(

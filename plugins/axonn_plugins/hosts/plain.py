@@ -34,7 +34,7 @@ from axonn_plugins.observe.timeline.steps import asked, step_asked, step_begins,
 from axonn_tp import Grid, Mesh, layout_of, parallelize
 from axonn_tp.checkpoint.dealt import DealtNames, still_here
 from axonn_tp.grid.device import device_of_rank
-from axonn_tp.layers.loss_watch import LossWatch
+from axonn_tp.layers.loss_watch import LossWatch, OfExperts
 
 _AXES = ("x", "y", "z", "data")
 
@@ -78,7 +78,9 @@ class Run:
         try:
             self._losses.look(loss)
         except ValueError as error:
-            raise ConfigError(f"axonn.tensor_parallel: {error}") from None
+            raise ConfigError(
+                f"axonn.{'ted' if isinstance(error, OfExperts) else 'tensor_parallel'}: {error}"
+            ) from None
         self.optimizer.scale(loss).backward()
 
     def no_sync(self) -> AbstractContextManager[None]:
