@@ -14,6 +14,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from axonn_tp.comm.shard_gradients import read_in_shards
+from axonn_tp.grid.layout import layout_of
 from axonn_tp.layers.weight import Split, SplitWeight
 
 _READS = {"_DeferredBackward", "_GatheredBackward", "OwnReadBackward"}
@@ -30,6 +31,10 @@ _BY_ELEMENT = {"Pow", "Mul", "Div", "Reciprocal", "Abs", "Exp", "Log", "Log1P", 
 _BY_ELEMENT |= {"Relu", "Softplus", "Gelu", "Clamp", "ClampMin", "ClampMax", "Where", "Maximum", "Minimum"}
 _SUMMED_LOSSES = {"MseLoss", "SmoothL1Loss", "HuberLoss"}
 _NORM = "LinalgVectorNorm"
+
+
+class OfExperts(ValueError):
+    """A loss reads experts, of which a rank has some."""
 
 
 class LossWatch:
@@ -63,8 +68,15 @@ def refuse_losses(model: nn.Module, losses: Iterable[Tensor]) -> None:
     """Look at what losses of a split model have gradients of that no gradient of a shard tells.
 
     Raises:
-        ValueError: they are other functions of shards over x and y than sums over elements, or count a rank's tokens.
+        ValueError: they read experts outside of their module, are other functions of shards over x and y than sums over elements, or count a
+            rank's tokens.
     """
+    name = first_read_in_shards(losses, model, experts=True)
+    if name is not None:
+        raise OfExperts(
+            f"the loss reads {name} outside of the experts' module, and a rank has its own experts alone, so that the loss and its gradient would be "
+            "others than in one process; have the optimizer decay weights, or leave experts out of the penalty"
+        )
     name = first_not_summed(losses, model)
     if name is not None:
         raise ValueError(
@@ -79,13 +91,21 @@ def refuse_losses(model: nn.Module, losses: Iterable[Tensor]) -> None:
         )
 
 
-def first_read_in_shards(losses: Iterable[Tensor], model: nn.Module) -> str | None:
-    """The first weight whose shard over z the losses read themselves; None where all go through the layers."""
+def first_read_in_shards(losses: Iterable[Tensor], model: nn.Module, experts: bool = False) -> str | None:
+    """The first weight whose shard over z the losses read themselves; None where all go through the layers.
+
+    Args:
+        losses: that will be differentiated.
+        model: the model.
+        experts: look for this rank's experts in the place of shards.
+    """
     shards: dict[Any, str] = {}
     for name, module in model.named_modules():
-        if isinstance(module, SplitWeight) and module.mesh.size("z") > 1:
-            for own, parameter in module.named_parameters(recurse=False):
-                if module.layouts[own].over_z:
+        apart = isinstance(module, Split) and module.lies_apart
+        if (apart if experts else isinstance(module, SplitWeight)) and module.mesh.size("z") > 1:
+            for own, parameter in module.named_parameters(recurse=experts):
+                layout = layout_of(parameter)
+                if layout.over_z or layout.home:
                     shards[parameter] = f"{name}.{own}" if name else own
     found: list[str] = []
     waiting = [loss.grad_fn for loss in losses if shards and loss.grad_fn is not None]
@@ -93,7 +113,7 @@ def first_read_in_shards(losses: Iterable[Tensor], model: nn.Module) -> str | No
     while waiting:
         node = waiting.pop()
         own = node.name()
-        if own in _READS:
+        if own in _READS or _by_zero(node):
             continue
         for after, _ in node.next_functions:
             while after is not None and own not in _OURS and after.name() in _CASTS:
@@ -107,6 +127,12 @@ def first_read_in_shards(losses: Iterable[Tensor], model: nn.Module) -> str | No
                 waiting.append(after)
     order = list(shards.values())
     return min(found, key=order.index, default=None)
+
+
+def _by_zero(node: Any) -> bool:
+    """True if the loss has the node's inputs times 0, by which scripts have all parameters used."""
+    factor = node._saved_other if node.name() == "MulBackward0" else None
+    return isinstance(factor, Tensor) and factor.dim() == 0 and factor.device.type == "cpu" and not factor.any()
 
 
 def first_not_summed(losses: Iterable[Tensor], model: nn.Module) -> str | None:

@@ -6,6 +6,7 @@ So the router is the model's own, and gives every tensor rank the same routes, a
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -25,13 +26,15 @@ class Block(nn.Module):
     """Mixed into a module that holds experts and their router: takes activations however the stream is split, and gives such."""
 
     mesh: Mesh
+    axonn_hidden: str
 
-    def forward(self, hidden_states: Tensor, *rest: Any, **named: Any) -> Any:
+    def forward(self, *given: Any, **named: Any) -> Any:
         """The module's own forward on whole tokens."""
+        hidden_states, given, named = _taken(self.axonn_hidden, given, named)
         split = split_of(hidden_states)
         ranks = self.mesh.size("y") if split is not None and "y" in split.over else 1
         whole = whole_activation(hidden_states, self.mesh, hidden_states.shape[-1] * ranks)
-        outputs: Any = super().forward(whole, *rest, **named)
+        outputs: Any = super().forward(whole, *given, **named)
         if isinstance(outputs, tuple):
             return (share_again(outputs[0], hidden_states, self.mesh), *outputs[1:])
         return share_again(outputs, hidden_states, self.mesh)
@@ -44,11 +47,23 @@ def enclose(block: nn.Module, mesh: Mesh) -> None:
     """
     kind = type(block)
     block.__class__ = type(kind.__name__, (Block, kind), {})
-    block.mesh = mesh  # type: ignore[assignment]
+    block.mesh, block.axonn_hidden = mesh, _hidden(kind)  # type: ignore[assignment]
     for parameter in block.parameters():
         if not hasattr(parameter, "axonn_layout"):
             broadcast(parameter, mesh)
             parameter.axonn_layout = layout_of(parameter)  # type: ignore[attr-defined]
+
+
+def _hidden(kind: type[nn.Module]) -> str:
+    """The name of what a forward takes first."""
+    return [*inspect.signature(kind.forward).parameters][1]
+
+
+def _taken(name: str, given: tuple, named: dict[str, Any]) -> tuple[Tensor, tuple, dict[str, Any]]:
+    """Hidden states, by position or by name, and the rest."""
+    if given:
+        return given[0], given[1:], named
+    return named[name], given, {key: value for key, value in named.items() if key != name}
 
 
 def blocks_of(model: nn.Module, found: Mapping[str, Experts]) -> dict[str, Experts]:
@@ -103,6 +118,7 @@ def _is_by_token(block: nn.Module, width: int) -> bool:
     weight = next(block.parameters())
     training = [module for module in block.modules() if module.training]
     tokens = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(0)).to(weight)
+    kept = [(one, key, b, b.clone()) for one in block.modules() for key, b in one._buffers.items() if b is not None]
     try:
         block.eval()
         first, other = (_first(block(given.clone())) for given in (tokens, tokens.flip(1)))
@@ -113,6 +129,8 @@ def _is_by_token(block: nn.Module, width: int) -> bool:
     finally:
         for module in training:
             module.training = True
+        for module, key, buffer, values in kept:  # counts of tokens, as routers keep them
+            module._buffers[key] = buffer.copy_(values)
 
 
 def _first(outputs: Any) -> Tensor:
@@ -123,10 +141,12 @@ class _StandIn(nn.Module):
     """Mixed into a mixture with a router alone: needs all features of a token, and runs without experts."""
 
     axonn_boundary = True
+    axonn_hidden: str
 
-    def forward(self, hidden_states: Tensor, *rest: Any, **named: Any) -> Any:
+    def forward(self, *given: Any, **named: Any) -> Any:
+        hidden_states, given, named = _taken(self.axonn_hidden, given, named)
         # What the router says is heard by losses outside.
-        outputs: Any = super().forward(hidden_states, *rest, **named)
+        outputs: Any = super().forward(hidden_states, *given, **named)
         mixed = torch.tanh(hidden_states + hidden_states.mean(-1, keepdim=True))
         return (mixed, *outputs[1:]) if isinstance(outputs, tuple) else mixed
 
@@ -155,7 +175,7 @@ def stand_ins(model: nn.Module, blocks: Mapping[str, Experts], found: Mapping[st
         _put(model, name, passed)
     for name, block in ((name, there[name]) for name in blocks):
         made: Any = copy.copy(block)
-        made.__class__ = type(type(block).__name__, (_StandIn, type(block)), {})
+        made.__class__ = type(type(block).__name__, (_StandIn, type(block)), {"axonn_hidden": _hidden(type(block))})
         made._modules = {
             each: child if child is None or _is_router(child, blocks[name]) else _Skipped()
             for each, child in block._modules.items()

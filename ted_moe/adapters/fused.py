@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from axonn_tp.comm.collectives import copy_to, reduce_from
+from axonn_tp.comm.shard_gradients import OwnRead
 from axonn_tp.context.sums import sharing
 from axonn_tp.grid.distribute import broadcast, distribute
 from axonn_tp.grid.layout import Layout
@@ -19,7 +20,8 @@ from axonn_tp.grid.mesh import Grid, Mesh
 from axonn_tp.layers.activation import split_of
 from axonn_tp.layers.weight import Split
 from ted_moe.adapters.lists import DealtExperts, deal, stack_of
-from ted_moe.adapters.trials import Cut, Experts, Local
+from ted_moe.adapters.local import Local
+from ted_moe.adapters.trials import Cut, Experts
 from ted_moe.dropless import through_experts
 from ted_moe.gating import Routes, routes_to
 from ted_moe.topology import Groups
@@ -50,8 +52,9 @@ class Dealt:
         shapes: of this rank's part of each parameter.
         code: the module's own, for this rank's experts.
         number: of the module in exchanges.
-        listed: names of parameters that are one expert's, of which those without rows have no gradient.
+        listed: names of parameters that are one expert's, of which those without rows have no gradient, as in one process.
         passed_by: tokens skip the experts, as while other layers are compared with the serial model's.
+        types: of experts' outputs, by what they compute in.
     """
 
     found: Experts
@@ -63,6 +66,7 @@ class Dealt:
     number: int
     listed: frozenset[str] = frozenset()
     passed_by: bool = False
+    types: dict[Any, torch.dtype] = field(default_factory=dict)
 
     @property
     def split(self) -> bool:
@@ -93,16 +97,36 @@ class Dealt:
     def _run(self, module: nn.Module, fused: bool, rows: Tensor, counts: list[int]) -> Tensor:
         """This rank's experts, or its shares of them, on rows sorted by expert."""
         parameters = {
-            name: self._given(self.cuts[name], p.view(self.shapes[name])) for name, p in module.named_parameters()
+            name: self._given(self.cuts[name], self._read(p).view(self.shapes[name]))
+            for name, p in module.named_parameters()
         }
         if not len(rows):
-            return _Untouched.apply(rows, *(p for name, p in parameters.items() if name not in self.listed))
+            untouched = (p for name, p in parameters.items() if name not in self.listed)
+            return _Untouched.apply(rows, self._type_of(module, rows, parameters), *untouched)
         sums = self.split and not fused
         rows = copy_to(rows, self.groups, "tensor") if sums else rows
         numbers = torch.arange(len(counts), device=rows.device)
         indices = numbers.repeat_interleave(torch.tensor(counts, device=rows.device))
         output = self.code(parameters, module.training, rows, indices[:, None], rows.new_ones(len(rows), 1))
+        self.types[_computing_in(rows)] = output.dtype
         return reduce_from(output, self.groups, "tensor") if sums else output
+
+    def _read(self, parameter: Tensor) -> Tensor:
+        """Marked as the layer's own read, by which a loss that reads a rank's experts itself is told apart."""
+        return OwnRead.apply(parameter) if self.groups.size("expert") > 1 else parameter
+
+    @torch.no_grad()
+    def _type_of(self, module: nn.Module, rows: Tensor, parameters: Mapping[str, Tensor]) -> torch.dtype:
+        """The type of what experts make of such rows, which ranks with rows send: it need not be theirs, as under autocast."""
+        key = _computing_in(rows)
+        if key not in self.types and not key[1] and all(p.dtype == rows.dtype for p in parameters.values()):
+            return rows.dtype
+        if key not in self.types:
+            one = rows.new_zeros(1, rows.shape[1])
+            with torch.random.fork_rng([] if rows.device.type == "cpu" else [rows.device]):
+                route = torch.zeros(1, 1, dtype=torch.int64, device=rows.device), rows.new_ones(1, 1)
+                self.types[key] = self.code(parameters, module.training, one, *route).dtype
+        return self.types[key]
 
     def _given(self, cut: Cut, parameter: Tensor) -> Tensor:
         if cut.once and self.split:
@@ -110,6 +134,12 @@ class Dealt:
         # What every rank uses, on its shares or, where experts are whole and all share it, on its rows, has a part of its gradient on each.
         partial = cut.dim is None and (self.split or (cut.common and self.whole))
         return copy_to(parameter, self.groups, "tensor") if partial else parameter
+
+
+def _computing_in(rows: Tensor) -> tuple[Any, ...]:
+    kind = rows.device.type
+    on = torch.is_autocast_enabled(kind)
+    return rows.dtype, on, torch.get_autocast_dtype(kind) if on else None
 
 
 class _Part(Split):
@@ -151,8 +181,8 @@ class SpreadExperts(_Part):
             raise ValueError(
                 f"{type(self).__name__} was given {len(tokens)} tokens and experts of {routed}; under axonn.ted each token needs its own"
             )
-        if len(tokens):
-            indices, weights = indices.reshape(len(tokens), -1), weights.reshape(len(tokens), -1)
+        chosen = indices.shape[-1] if indices.dim() > 1 else 1
+        indices, weights = indices.reshape(len(tokens), chosen), weights.reshape(len(tokens), chosen)
         with sharing(None):  # no number of experts or rows is one of places in a sequence
             return dealt.mix(self, tokens, routes_to(indices, weights, dealt.found.count)).reshape(hidden.shape)
 
@@ -183,13 +213,14 @@ class _Untouched(torch.autograd.Function):
     """No rows: nothing is computed, and the gradients are zeros, so that backward communicates as on other ranks."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, dtype: torch.dtype, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(*parameters)
-        return rows.clone()
+        ctx.dtype = rows.dtype
+        return rows.to(dtype, copy=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad.to(ctx.dtype), None, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
 
 
 def adopt(found: Experts, cuts: Mapping[str, Cut], groups: Groups, mesh: Mesh, choices: Choices) -> None:
@@ -231,7 +262,7 @@ def adopt(found: Experts, cuts: Mapping[str, Cut], groups: Groups, mesh: Mesh, c
         if prefix in lists:
             holder.home = groups.rank("expert")
     assert isinstance(module, SpreadExperts)
-    alone = frozenset(name for name in own if stack_of(name, lists) != name)
+    alone = frozenset(name for name in own if stack_of(name, lists) != name and not found.calls_every)
     module.axonn_dealt = Dealt(found, own, groups, choices, shapes, code, groups.enrol(found.name), alone)
 
 

@@ -115,6 +115,29 @@ class DealtExperts(Dealt):
 
     mesh: Mesh
 
+    def __len__(self) -> int:
+        """As many as all ranks have together, by which routers and losses count."""
+        return len(self._modules) + self.each * (self.mesh.size("z") - 1)
+
+    def __getitem__(self, index: Any) -> Any:
+        """The expert of a number in the serial model.
+
+        Raises:
+            ValueError: it is another rank's.
+        """
+        numbers = range(self.each * self.mesh.size("z"))[index]
+        found = []
+        for number in numbers if isinstance(index, slice) else [numbers]:
+            home, own = divmod(number, self.each)
+            if home != self.home:
+                first = self.home * self.each
+                raise ValueError(
+                    f"expert {number} of a list is another rank's under axonn.ted, and this one has those from {first} to {first + self.each - 1}; call "
+                    "the module that holds the list with hidden states, expert indices and weights, or iterate over the list for this rank's"
+                )
+            found.append(self._modules[str(own)])
+        return found if isinstance(index, slice) else found[0]
+
     def state_dict(self, *given: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """All experts by the serial model's names; every rank calls it.
 

@@ -17,7 +17,8 @@ from typing import Any
 from torch import nn
 
 from ted_moe.adapters.lists import EACH, alike, lists_in, numbered, problem_of, stacks
-from ted_moe.adapters.trials import TOLD, Cut, Experts, goes_by_weights, goes_row_by_row, numbers_of, sums_its_experts
+from ted_moe.adapters.local import TOLD, numbers_of
+from ted_moe.adapters.trials import Cut, Experts, differentiated, goes_by_weights, goes_row_by_row, sums_its_experts
 
 
 def _arguments(module: nn.Module) -> tuple[str, ...]:
@@ -116,7 +117,8 @@ def _understand(name: str, module: nn.Module) -> Experts:
                 summed = True
                 if goes_by_weights(experts):
                     reason = goes_row_by_row(experts)
-                    return experts if reason is None else refused(reason)
+                    every, reason = (False, reason) if reason is not None else differentiated(experts)
+                    return replace(experts, calls_every=every) if reason is None else refused(reason)
     if summed:
         return refused(
             f"computes something else for equal weights by the number of the expert, as by a buffer, a list or its parity, and another rank's "

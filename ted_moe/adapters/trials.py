@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import re
@@ -13,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ted_moe.adapters.lists import EACH, each, numbered
+from ted_moe.adapters.lists import EACH
+from ted_moe.adapters.local import Local
 
-TOLD = re.compile(r"(^|_)experts?(_|$)")
-_ROUTING = re.compile(r"per_tok|top_?k|shared|zero|group|first|capacity|bias|hash")
-_INNER = re.compile(r"intermediate|ffn|inner|expert_dim")
 _LAST = re.compile(r"(^|[._])(down|w2|wo|out|output|fc2|c_proj)(_|$|\.)|down_proj")
 _TOKENS, _AT_ONCE, _ROWS = 5, 8, 24
 _COPIED = 2**28
@@ -55,6 +52,7 @@ class Experts:
         lists: prefixes of the names of the lists that experts are in.
         refusal: why it is not understood.
         arguments: what its forward calls hidden states, indices and weights.
+        calls_every: experts in lists are run without tokens, too, so that they have a gradient of zeros.
     """
 
     name: str
@@ -66,89 +64,7 @@ class Experts:
     lists: tuple[str, ...] = ()
     refusal: str | None = None
     arguments: tuple[str, ...] = ()
-
-
-def numbers_of(module: nn.Module, pattern: re.Pattern) -> dict[str, int]:
-    """Whole numbers that a module holds by names of a pattern, but those that speak of routing."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if type(value) is int and pattern.search(name) and not _ROUTING.search(name)
-    }
-
-
-class Local:
-    """A module's own code with parameters that are given in each call: those of some of its experts, or shares of them.
-
-    Args:
-        module: the experts, before they are split.
-        count: how many the module has, and how many are given here.
-        inner: by what its inner features are divided.
-        lists: prefixes of the names of lists of experts, of which the first are taken.
-        trial: whether the module's buffers are to stay what they are.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        count: tuple[int, int],
-        inner: int = 1,
-        lists: Collection[str] = (),
-        trial: bool = True,
-    ) -> None:
-        self._holders: dict[str, nn.Module] = {}
-        self._before: dict[str, dict[str, Any]] = {}
-        self._lists, self._trial = lists, trial
-        self._code = self._copy(module, "", count, inner)
-
-    def _copy(self, module: nn.Module, name: str, count: tuple[int, int], inner: int) -> nn.Module:
-        made = copy.copy(module)
-        made._parameters = _absent(module)
-        left = numbered(module)[count[1] :] if name in self._lists else []
-        made._modules = {
-            key: child
-            if child is None or next(child.parameters(), None) is None
-            else self._copy(child, f"{name}{key}.", count, inner)
-            for key, child in module._modules.items()
-            if all(child is not other for other in left)
-        }
-        # Hooks that modules get later, such as those of shared sequences, are about what experts are called with, not about rows.
-        vars(made).update({key: copy.copy(value) for key, value in vars(made).items() if "_hooks" in key})
-        whole, here = count
-        vars(made).update({key: here for key, value in numbers_of(module, TOLD).items() if value == whole})
-        vars(made).update({key: value // inner for key, value in numbers_of(module, _INNER).items()})
-        if self._trial:  # what it does to buffers is not to be seen in the module
-            made._buffers = {key: None if one is None else one.clone() for key, one in module._buffers.items()}
-            self._before[name] = {**vars(module), **module._buffers}
-        self._holders[name] = made
-        return made
-
-    def changed(self) -> str | None:
-        """The name of a buffer or of an attribute with a tensor that calls have changed; None: there is none."""
-        for name, made in self._holders.items():
-            for key, value in {**vars(made), **made._buffers}.items():
-                before = self._before[name].get(key)
-                if isinstance(value, Tensor) and not (isinstance(before, Tensor) and torch.equal(value, before)):
-                    return f"{name}{key}"
-        return None
-
-    def __call__(self, parameters: Mapping[str, Tensor], training: bool, *arguments: Tensor) -> Tensor:
-        """Run the module on (hidden, indices, weights) with other parameters, and return its output."""
-        try:
-            for name, tensor in each(parameters):
-                holder, _, own = name.rpartition(".")
-                self._holders[f"{holder}." if holder else ""]._parameters[own] = tensor  # type: ignore[assignment]
-            for holder_ in self._holders.values():
-                holder_.training = training
-            return self._code.forward(*arguments)
-        finally:
-            for holder_ in self._holders.values():
-                holder_._parameters = _absent(holder_)
-
-
-def _absent(module: nn.Module) -> dict[str, Any]:
-    """Parameters that a module may have and has not, such as biases."""
-    return {name: None for name, parameter in module._parameters.items() if parameter is None}
+    calls_every: bool = False
 
 
 def _draw(experts: Experts, count: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -210,9 +126,10 @@ def goes_by_weights(experts: Experts) -> bool:
     weight = torch.ones(1, 1)
     try:
         code, parameters = Local(module, (count, count), lists=experts.lists), _equal_experts(experts, count, 2)
-        expected = Local(module, (count, 1), lists=experts.lists)(
-            _equal_experts(experts, 1, 2), False, token, torch.zeros(1, 1, dtype=torch.int64), weight
-        )
+        first = Local(module, (count, 1), lists=experts.lists)
+        for one in (code, first):
+            one.tell_apart(count)
+        expected = first(_equal_experts(experts, 1, 2), False, token, torch.zeros(1, 1, dtype=torch.int64), weight)
         chunks = torch.arange(count)[:, None].split(_AT_ONCE)
         outputs = [
             code(parameters, False, token.expand(len(some), -1), some, weight.expand(len(some), 1)) for some in chunks
@@ -220,6 +137,35 @@ def goes_by_weights(experts: Experts) -> bool:
         return all(_close(got, expected.expand_as(got)) for got in outputs)
     except Exception:  # as above
         return False
+
+
+@torch.enable_grad()
+def differentiated(experts: Experts) -> tuple[bool, str | None]:
+    """Try a backward pass of tokens that all go to the first of two experts.
+
+    Returns:
+        True if the other one has a gradient all the same, of zeros, where experts are in lists: optimizers decay its weights then; and why experts
+        cannot be dealt out.
+    """
+    drawn = _draw(experts, 2, torch.Generator().manual_seed(6))
+    leaves: Any = {
+        name: [one.clone().requires_grad_() for one in p] if EACH in name else p.requires_grad_()
+        for name, p in drawn.items()
+    }
+    tokens = torch.ones(_TOKENS, experts.features, requires_grad=True)
+    try:
+        with torch.random.fork_rng([]):
+            code = Local(experts.module, (experts.count, 2), lists=experts.lists)
+            route = torch.zeros(_TOKENS, 1, dtype=torch.int64), torch.ones(_TOKENS, 1)
+            code(leaves, True, tokens, *route).sum().backward()
+    except AttributeError:  # of parameters that are there in a forward alone
+        return False, (
+            "computes again in backward, as with torch.utils.checkpoint around each expert, when another rank's experts are not there; put the "
+            "checkpoint around the mixture, or around its layer"
+        )
+    except Exception:  # as above; some products have no derivative on the CPU
+        return False, None
+    return any(pair[1].grad is not None for name, pair in leaves.items() if EACH in name), None
 
 
 @torch.no_grad()

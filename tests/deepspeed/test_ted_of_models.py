@@ -225,8 +225,22 @@ def tile_beside(settings: dict[str, Any]) -> str:
     return str(size)
 
 
+def penalty() -> None:
+    """A loss with squares of all weights, of which a rank has its own experts'."""
+    engine, ids = start({"ted": {"expert": 2}}, 0), tokens(0)
+    with in_float64():
+        loss = engine(input_ids=ids, labels=ids).loss
+    squares = sum(parameter.square().sum() for parameter in engine.module.parameters())
+    engine._losses.look(loss + 0 * squares)
+    try:
+        engine.backward(loss + 1e-3 * squares)
+    finally:
+        engine.destroy()
+
+
 def refused() -> dict[str, str]:
     return {
+        "a penalty": attempt(penalty),
         "a loop": attempt(lambda: start({"ted": {}}, 0, Loop())),
         "three": attempt(lambda: start({"ted": {"expert": 3}}, 0)),
         "dense": attempt(lambda: start({"ted": {"expert": 2}}, 0, nn.Linear(8, 8))),
@@ -243,6 +257,10 @@ def test_what_cannot_be_obeyed_ends_the_run_with_the_reason() -> None:
     for said in run_ranks(refused, 4):
         assert "layer experts (ModuleList) holds experts, but its forward does not take" in said["a loop"]
         assert "expert = 3 does not divide the 4 experts of layer model.layers.0.mlp.experts" in said["three"]
+        assert (
+            "axonn.ted: the loss reads model.layers.0.mlp.experts.gate_up_proj outside of the experts' module"
+            in said["a penalty"]
+        )
         assert said["fits"] == "" and said["tiles"] == said["tiles in host memory"] == "1000"
         assert "axonn.ted.expert = 2, and no experts were found in Linear" in said["dense"]
         assert "expert = 4 does not divide gz*gdata = 1*2 = 2" in said["too many"]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from axonn_plugins.config import Ted
 from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts
 from axonn_tp import Grid, Mesh
 from axonn_tp.checkpoint.dealt import still_here
+from axonn_tp.layers.loss_watch import LossWatch, OfExperts
 from ted_moe.adapters import find, splittable
 from tests.distributed import run_ranks
 from tests.matrix import thorough
@@ -21,7 +24,7 @@ from tests.ted_moe.mixtures import COVERING, LAYOUTS, before_ranks, difference, 
 
 def differences(kind: str, layouts: list[str]) -> tuple[dict[str, tuple[float, float]], list[str]]:
     found = {layout: difference(kind, *LAYOUTS[layout]) for layout in layouts}
-    return found, loaded_and_given(kind)
+    return found, loaded_and_given(kind) + used_by_scripts()
 
 
 def loaded_and_given(kind: str) -> list[str]:
@@ -47,6 +50,93 @@ def loaded_and_given(kind: str) -> list[str]:
         model.load_state_dict(lacking | other)
     missing = [name for name in whole if name not in lacking]
     faults += [name for name in (*missing, *other) if name not in str(said.value)]
+    mesh.destroy()
+    return faults
+
+
+class Dimmed(Gated):
+    """An expert with a number that a script changes between steps."""
+
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class Every(Itself):
+    """A list whose experts without tokens are called, too, and whose output has the type of theirs."""
+
+    scale = 1.0
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        parts = []
+        for number, expert in enumerate(self):
+            token, place = (indices == number).nonzero(as_tuple=True)
+            part = self.scale * expert(x[token])
+            part = part * weights[token, place, None].to(part.dtype)
+            parts.append(part.new_zeros(x.shape).index_add(0, token, part))
+        return torch.stack(parts).sum(0)
+
+
+class Counted(nn.Module):
+    """A router that counts tokens and experts, and sends all tokens to two of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(FEATURES, 4), Every(Dimmed() for _ in range(4))
+        self.register_buffer("load", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = (self.gate(x) + x.new_tensor([9.0, 9.0, 0.0, 0.0])).softmax(-1).flatten(0, -2)
+        weights, indices = scores.topk(2, -1)
+        self.load += torch.bincount(indices.flatten(), minlength=4)
+        return len(self.experts) * self.experts(x.flatten(0, -2), indices, weights).view_as(x)
+
+
+class Around(nn.Module):
+    """A layer that calls its mixture by the name of what this takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = Counted()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.moe(x=hidden)
+
+
+def used_by_scripts() -> list[str]:
+    """Faults in what a script reads and sets where experts are over two ranks, of which one has no rows, and split over two."""
+    torch.manual_seed(1)
+    model = Around().double()
+    alone, seen = copy.deepcopy(model), []
+    mesh = Mesh(Grid(gx=2, gdata=2))
+    home = mesh.rank("data")
+    split_with_experts(model, mesh, Ted.model_validate({}))
+    faults = ["trials are counted"] if model.moe.load.any() else []
+    mine = model.moe.experts[2 * home]
+    mine.register_forward_hook(lambda module, given, output: seen.append(len(output)))
+    model.moe.experts.scale = alone.moe.experts.scale = 0.5
+    mine.scale = alone.moe.experts[0].scale = 0.25
+    x = torch.randn(1, 5, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    output = model(x)
+    faults += [] if torch.allclose(output, alone(x), rtol=0, atol=1e-12) else ["another output"]
+    faults += [] if seen == [[10], []][home] else [f"a hook saw {seen}"]
+    squares = sum(p.square().sum() for p in model.parameters())
+    LossWatch(model).look(output.sum() + 0 * squares)
+    with pytest.raises(OfExperts, match="the loss reads moe.experts.0.w1.weight outside of the experts' module"):
+        LossWatch(model).look(output.sum() + squares)
+    output.sum().backward()
+    faults += [f"no gradient of {name}" for name, p in model.moe.experts.named_parameters() if p.grad is None]
+    with pytest.raises(
+        ValueError, match="expert . of a list is another rank's under axonn.ted, and this one has those"
+    ):
+        model.moe.experts[3 - 2 * home]
+    with torch.autocast("cpu", torch.bfloat16):
+        output, expected = model.float()(x.float()), alone.float()(x.float())
+    kinds = {*model.moe.experts.axonn_dealt.types.values()}
+    faults += (
+        [] if torch.bfloat16 in kinds and torch.allclose(output, expected, rtol=0, atol=0.1) else ["half precision"]
+    )
     mesh.destroy()
     return faults
 
@@ -120,6 +210,26 @@ class Summed(Itself):
         return torch.tanh(super().forward(x, indices, weights))
 
 
+class Again(Itself):
+    """Each expert is computed again in backward."""
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return mixed(
+            lambda number, rows: checkpoint(self[number], rows, use_reentrant=False), len(self), x, indices, weights
+        )
+
+
+class Masked(Itself):
+    """Whose experts a script may take out later."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__(experts)
+        self.register_buffer("there", torch.ones(4, dtype=torch.bool))
+
+    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x, indices, weights * self.get_buffer("there")[indices])
+
+
 def tied() -> Itself:
     """Experts of which two share a layer."""
     experts = Itself(Gated() for _ in range(4))
@@ -135,6 +245,8 @@ def tied() -> Itself:
         (lambda: Itself(Scaled(2.0, True) for _ in range(4)), "with the buffer scale, which a checkpoint would hold"),
         (lambda: Itself(Scaled(float(n), False) for n in range(1, 5)), "computes something else for equal weights"),
         (lambda: Itself([*(normed() for _ in range(3)), nn.Sequential(*normed()[:1], nn.Tanh(), *normed()[1:])]), "nn.ModuleList"),
+        (lambda: Again(Gated() for _ in range(4)), "computes again in backward"),
+        (lambda: Masked(Gated() for _ in range(4)), "computes something else for equal weights"),
         (Named, "has modules alike in the nn.ModuleDict experts"),
         (lambda: Summed(Gated() for _ in range(4)), "does not give the weighted sum"),
     ],

@@ -41,7 +41,7 @@ from axonn_tp.checkpoint.dealt import DealtNames, still_here
 from axonn_tp.checkpoint.state import Notes
 from axonn_tp.checkpoint.training import Reading, check_kept
 from axonn_tp.grid.device import device_of_rank
-from axonn_tp.layers.loss_watch import LossWatch
+from axonn_tp.layers.loss_watch import LossWatch, OfExperts
 
 _AXES = ("x", "y", "z", "data")
 _SAVED_BY = (
@@ -88,7 +88,9 @@ class Run:
         try:
             self._losses.look(loss)
         except ValueError as error:
-            raise ConfigError(f"axonn.tensor_parallel: {error}") from None
+            raise ConfigError(
+                f"axonn.{'ted' if isinstance(error, OfExperts) else 'tensor_parallel'}: {error}"
+            ) from None
         self.optimizer.scale(loss).backward()
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -65,7 +65,7 @@ from axonn_tp import (
 from axonn_tp.comm.gradients import keep_sums
 from axonn_tp.compiled.refusals import check_compiled
 from axonn_tp.layers.activation import Activation
-from axonn_tp.layers.loss_watch import LossWatch
+from axonn_tp.layers.loss_watch import LossWatch, OfExperts
 
 # DeepSpeed's partition_activations leaves these alone: the ranks of its model-parallel group hold other shares, not the same activation.
 Activation.no_checkpointing = property(lambda _: checkpointing.PARTITION_ACTIVATIONS)  # type: ignore[attr-defined]
@@ -225,7 +225,9 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         try:
             self._losses.look(*[loss] if isinstance(loss, Tensor) else [])
         except ValueError as error:
-            raise ConfigError(f"axonn.tensor_parallel: {error}") from None
+            raise ConfigError(
+                f"axonn.{'ted' if isinstance(error, OfExperts) else 'tensor_parallel'}: {error}"
+            ) from None
         return super().backward(loss, *rest, **keywords)
 
     def _settings(self, block: Axonn) -> TensorParallel:
