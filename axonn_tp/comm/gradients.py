@@ -61,10 +61,9 @@ def keep_sums(parameters: Iterable[nn.Parameter], mesh: Mesh, divisor: int) -> N
         divisor: by which it divides.
     """
     for parameter in parameters:
-        forget(parameter)
-        factor = _again(summed_over(parameter, mesh), divisor)
-        if parameter.grad is not None and factor != 1:
-            parameter.grad.mul_(factor)
+        # One that was frozen has no sum, nor has what backward has brought since.
+        if forget(parameter) and parameter.grad is not None:
+            parameter.grad.mul_(_again(summed_over(parameter, mesh), divisor))
 
 
 @torch.no_grad()

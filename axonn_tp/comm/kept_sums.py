@@ -67,11 +67,12 @@ def keep(factors: Mapping[Tensor, float]) -> None:
 
 
 @torch.no_grad()
-def forget(parameter: Tensor) -> None:
-    """The parameter's gradient is no sum any more, or somebody else keeps it."""
+def forget(parameter: Tensor) -> bool:
+    """The parameter's gradient is no sum any more, or somebody else keeps it; true if it was one."""
     kept = _kept.pop(parameter, None)
     if kept is not None:
         kept.end()
+    return kept is not None
 
 
 @torch.no_grad()

@@ -119,6 +119,11 @@ class GradientReducer:
         """True if this rank has a gradient that came, or was added to, after the last sum."""
         return any(p.grad is not None and p not in self._summed for p in self._parameters)
 
+    @property
+    def under_way(self) -> bool:
+        """True if a pass outside of `no_sync` has brought gradients, of which `finish` has not made sums."""
+        return any(bucket.arrived for bucket in self._buckets)
+
     @torch.no_grad()
     def finish(self) -> None:
         """Wait until all sums are there; every rank calls it after the last backward pass of a step."""

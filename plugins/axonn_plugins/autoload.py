@@ -110,6 +110,7 @@ _TARGETS = {
     "lightning.pytorch.strategies.deepspeed": _patch_lightning,
     "lightning.pytorch.utilities.grads": _patch_lightning,
     "lightning.pytorch.tuner.lr_finder": _patch_lightning,
+    "lightning.pytorch.utilities.model_summary.model_summary": _patch_lightning,
     "litgpt.args": _patch_lightning,
     "litgpt.pretrain": _patch_lightning,
     "litgpt.finetune.full": _patch_lightning,

@@ -104,16 +104,17 @@ def summed(block: dict[str, Any], stage: int, readers: int) -> bool:
 
 
 def twice(block: dict[str, Any], stage: int) -> bool:
-    """Two backward passes before a step train as one of the losses' sum, whatever ranks a parameter's gradient is summed over."""
+    """Two backward passes before a step, of the model training and evaluating, are as one of the losses' sum, whatever ranks sum a parameter's gradient."""
     found = []
     for apart in (True, False):
         engine = engine_of(block, bf16=False, stage=stage, keys={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
         generator = torch.Generator().manual_seed(7 + dist.get_rank())
         for _ in range(2):
-            outputs = engine(torch.randn(2, 8, generator=generator))
-            losses = outputs.square().mean(), outputs.abs().mean()
-            for number, loss in enumerate(losses if apart else (sum(losses),)):
-                engine.backward(loss, retain_graph=apart and number == 0)
+            losses = [
+                engine.train(on) or engine(torch.randn(2, 8, generator=generator)).abs().mean() for on in (True, False)
+            ]
+            for loss in losses if apart else [sum(losses)]:
+                engine.backward(loss)
             engine.step()
         found.append(weights(engine))
         engine.destroy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     BatchSizeFinder,
     EarlyStopping,
     EMAWeightAveraging,
@@ -24,6 +26,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -95,12 +98,18 @@ class Module(L.LightningModule):
 
 
 def fit(
-    strategy: Any, folder: Path, resume: Any = None, manual: bool = False, readers: int | None = None, **changes: Any
+    strategy: Any,
+    folder: Path,
+    resume: Any = None,
+    manual: bool = False,
+    readers: int | None = None,
+    kind: type[Module] = Module,
+    **changes: Any,
 ) -> dict[str, Any]:
     """Two epochs; after it tests, a validation, and predictions of an odd number of samples."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     torch.manual_seed(1)
-    module = Module(manual)
+    module = kind(manual)
     best = ModelCheckpoint(folder, filename="{epoch}", monitor="val_loss", save_top_k=-1)
     given: dict[str, Any] = {
         "accelerator": "cpu",
@@ -155,7 +164,13 @@ def shuffled(strategy: Any, average: type) -> dict[str, Any]:
 
 
 class Measured(Module):
-    """Takes norms of its gradients itself, and clips them by torch's function."""
+    """Takes norms of its gradients itself, and clips them by torch's function and by value."""
+
+    def on_after_backward(self) -> None:
+        grad = self.net.norm.weight.grad
+        assert grad is not None
+        self.losses.append(grad.norm().item())
+        grad.clamp_(-1e-3, 1e-3)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for kind in (2, 3, "inf"):
@@ -165,7 +180,7 @@ class Measured(Module):
 
 def again(strategy: Any) -> list[float]:
     """Losses of the search for a rate, of one epoch, and of another by another Trainer, whose optimizer is made for a model that is split already, and which
-    averages a copy of it."""
+    averages a copy of it; numbers of parameters."""
     torch.manual_seed(1)
     module = Measured()
     for number in range(2):
@@ -185,7 +200,49 @@ def again(strategy: Any) -> list[float]:
             found = Tuner(trainer).lr_find(module, loader(trainer.world_size), num_training=4, update_attr=False)
             module.losses += found.results["loss"]
         trainer.fit(module, loader(trainer.world_size))
-    return module.losses
+    counted = ModelSummary(module, max_depth=2)
+    return [*module.losses, counted.total_parameters, counted.trainable_parameters, *counted.param_nums]
+
+
+class Thawing(BaseFinetuning):
+    """Trains two layers from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze([pl_module.net.up, pl_module.net.down])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group([pl_module.net.up, pl_module.net.down], optimizer, lr=5e-3)
+
+
+class Frozen(Module):
+    """Some layers are trained later."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def thawed(strategy: Callable[[], Any], folder: Path) -> list[float]:
+    """Losses of three epochs, of which a run of the last goes on from the second's end."""
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    losses: list[float] = []
+    for epochs, resume in ((2, None), (3, folder / "last.ckpt")):
+        torch.manual_seed(1)
+        module, world = Frozen(), dist.get_world_size() if dist.is_initialized() else 1
+        callbacks = [Thawing(), ModelCheckpoint(folder, save_last=True)]
+        trainer = L.Trainer(
+            accelerator="cpu", devices=world, strategy=strategy(), max_epochs=epochs, callbacks=callbacks, **quiet
+        )
+        trainer.fit(module, loader(trainer.world_size), ckpt_path=resume)
+        losses += module.losses
+    return losses
+
+
+class Bare(Module):
+    """Calls torch's backward itself, in place of Lightning's."""
+
+    def manual_backward(self, loss: Tensor, *rest: Any, **named: Any) -> None:
+        loss.backward()
 
 
 def averaging(strategy: Any, folder: Path, resume: Any = None) -> dict[str, Any]:
@@ -217,6 +274,11 @@ def every(folder: Path, all_grids: bool) -> list[dict[str, Any]]:
         sharded = functools.partial(AxonnStrategy, state_dict_type="sharded")
         found.append({"averaging": averaging(sharded(gx=2), folder / "ema")})
         found.append({"averaging": averaging(sharded(gz=2), folder / "again", folder / "ema" / "epoch=0.ckpt")})
+        found.append(
+            {"thawed": [thawed(lambda grid=grid: AxonnStrategy(**grid), folder / str(grid)) for grid in GRIDS[2]]}
+        )
+        with pytest.raises(ConfigError, match=r"^training_step called loss.backward\(\), .* call self.manual_backward"):
+            fit(AxonnStrategy(gz=2), folder / "bare", manual=True, kind=Bare)
         with pytest.raises(ConfigError, match="^BatchSizeFinder .* tries batches in one process, and there are 2"):
             _refuse_callbacks(SimpleNamespace(callbacks=[BatchSizeFinder()], strategy=SimpleNamespace(grid=Grid(gx=2))))
         with pytest.raises(ConfigError, match="^ModelPruning prunes each rank's part of a weight by itself"):
@@ -241,6 +303,7 @@ def refused() -> list[str]:
 def test_as_one_process_and_resumed_on_other_grids(tmp_path: Path, all_grids: bool) -> None:
     wanted, manual = fit("auto", tmp_path / "one"), fit("auto", tmp_path / "manual", manual=True)
     averaged, twice = [shuffled("auto", average) for average in AVERAGES], again(lambda: "auto")
+    later = thawed(lambda: "auto", tmp_path / "thawed")
     smooth = averaging("auto", tmp_path / "smooth")
     two = run_ranks(every, 2, tmp_path, all_grids)
     four = run_ranks(every, 4, tmp_path, all_grids)
@@ -250,6 +313,7 @@ def test_as_one_process_and_resumed_on_other_grids(tmp_path: Path, all_grids: bo
         same(found[2], manual)
         same(found[3], wanted, resumed=True)
         assert [pytest.approx(losses, rel=2e-5) for losses in found[6]["again"]] == [twice, twice]
+        assert [pytest.approx(losses, rel=2e-5) for losses in found[9]["thawed"]] == [later, later]
         for number, resumed in enumerate(found[7:9]):
             # One process keeps the average, with which the model changes places in validation, in float32.
             same(resumed["averaging"], smooth, resumed=bool(number), within=2e-6)

@@ -307,9 +307,9 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
             outputs = super().forward(*inputs, **keywords)
         if self.module.training and torch.is_grad_enabled():
             self._replicas.watch(outputs)
-            for output in [] if self._owns else tree_leaves(outputs):
-                if isinstance(output, Tensor) and output.requires_grad:
-                    output.register_hook(self._pass_begins)
+        for output in [] if self._owns else tree_leaves(outputs):
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(self._pass_begins)
         return outputs
 
     def _verify_plan(self, inputs: tuple, keywords: dict[str, Any]) -> None:

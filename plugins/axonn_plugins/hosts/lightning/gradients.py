@@ -60,6 +60,11 @@ class Gradients:
         """True if this rank has gradients of which no sum over readers has been made."""
         return self._syncing and any(reducer.unsummed for reducer in self._reducers)
 
+    @property
+    def left_alone(self) -> bool:
+        """True if a pass has brought gradients to be summed, and nobody has called `finish`."""
+        return self.mesh.size("grid") > 1 and any(reducer.under_way for reducer in self._reducers)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate."""

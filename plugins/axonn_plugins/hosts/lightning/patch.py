@@ -144,6 +144,34 @@ def _patch_finder(module: Any) -> None:
     callback.on_train_batch_end = on_train_batch_end
 
 
+def _patch_summary(module: Any) -> None:
+    for kind, names in {
+        module.LayerSummary: ["num_parameters"],
+        module.ModelSummary: ["total_parameters", "trainable_parameters"],
+    }.items():
+        for name in names:
+            setattr(kind, name, property(_of_serial(vars(kind)[name].fget)))
+
+
+def _of_serial(original: Any) -> Any:
+    if getattr(original, "axonn", False):
+        return original
+
+    @wraps(original)
+    def count(self: Any) -> Any:
+        """Lightning's own, of the serial model."""
+        module = self._module if hasattr(self, "_module") else self._model
+        if not any(hasattr(parameter, "axonn_layout") for parameter in module.parameters()):
+            return original(self)
+        from axonn_plugins.hosts.common.split_states import whole_shapes
+
+        with whole_shapes(module):
+            return original(self)
+
+    count.axonn = True  # type: ignore[attr-defined]
+    return count
+
+
 TARGETS: dict[str, Callable[[ModuleType], None]] = {
     "lightning.fabric.strategies": register_fabric,
     "lightning.pytorch.strategies": register_trainer,
@@ -153,6 +181,7 @@ TARGETS: dict[str, Callable[[ModuleType], None]] = {
     "lightning.pytorch.strategies.deepspeed": _patch_deepspeed,
     "lightning.pytorch.utilities.grads": _patch_grads,
     "lightning.pytorch.tuner.lr_finder": _patch_finder,
+    "lightning.pytorch.utilities.model_summary.model_summary": _patch_summary,
     "litgpt.args": _patch_args,
     "litgpt.pretrain": _patch_script,
     "litgpt.finetune.full": _patch_script,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
 
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -94,6 +94,7 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
         count_readers(module, self.mesh)
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
+        self.precision_plugin.backward = self._backward
         if fitting:
             self._gradients = gradients_of(module, self.mesh)
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -144,10 +145,24 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
         if self._gradients is not None:
             self._gradients.prepare(closure_loss)
 
-    def post_backward(self, closure_loss: Tensor) -> None:
-        """The sums of gradients over readers."""
+    def _backward(self, *given: Any, **named: Any) -> None:
+        """The precision's backward, and the sums of gradients over readers, which are there when `on_after_backward` looks."""
+        type(self.precision_plugin).backward(self.precision_plugin, *given, **named)
         if self._gradients is not None:
             self._gradients.finish()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *rest: Any, **named: Any) -> Any:
+        """Lightning's, by gradients that are sums over readers."""
+
+        def computed() -> Any:
+            found = closure()
+            if self._gradients is not None and self._gradients.left_alone:
+                raise ConfigError(
+                    "training_step called loss.backward(), and nobody has summed the gradients over ranks; call self.manual_backward(loss)"
+                )
+            return found
+
+        return super().optimizer_step(optimizer, computed, *rest, **named)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -204,6 +219,11 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
         """Take this rank's part of the states."""
         if "axonn_loaded" in checkpoint:
             return
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        for callback in trainer.callbacks:
+            if isinstance(callback, BaseFinetuning):  # which Lightning has called before it was given its state
+                BaseFinetuning.on_fit_start(callback, trainer, self.lightning_module)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(own_state(_own(optimizer), state, self.mesh))
         _optimizers_to_device(self.optimizers, self.root_device)
