@@ -137,6 +137,11 @@ def by_model() -> list[Any]:
     settings: dict[str, Any] = {"modules_to_save": ["lm_head"], "init_lora_weights": False}
     model.add_adapter(peft.LoraConfig(r=3, target_modules=["q_proj"], **settings))  # type: ignore[operator]
     parallelize(model, Mesh(Grid.for_world(dist.get_world_size(), gx=2)), "auto")
+    if dist.get_world_size() > 1:
+        with pytest.raises(
+            axonn_plugins.config.ConfigError, match=r"resize_token_embeddings\(67\) of a model that is split"
+        ):
+            model.resize_token_embeddings(67)  # type: ignore[operator]
     state = model.state_dict()
     if dist.get_rank() == 0:
         model.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
