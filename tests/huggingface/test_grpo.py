@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ import transformers
 from torch import Tensor
 
 import axonn_plugins
+from axonn_plugins.hosts.transformers.tokens import of_all_readers
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks
 
@@ -44,7 +46,11 @@ def rewards(prompts: list[str], completions: list[str], **more: Any) -> list[flo
 # By name: the trainer, its configuration and what that holds.
 TRAINERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "GRPO": (trl.GRPOTrainer, trl.GRPOConfig, {"gradient_accumulation_steps": 2}),
-    "tokens": (trl.GRPOTrainer, trl.GRPOConfig, {"loss_type": "bnpo", "entropy_coef": 0.1}),
+    "tokens": (
+        trl.GRPOTrainer,
+        trl.GRPOConfig,
+        {"loss_type": "bnpo", "entropy_coef": 0.1, "top_entropy_quantile": 0.5},
+    ),
     "RLOO": (trl.RLOOTrainer, trl.RLOOConfig, {"sync_ref_model": True, "ref_model_sync_steps": 2}),
 }
 
@@ -81,6 +87,19 @@ def streamed(folder: str, grid: dict[str, Any], readers: int) -> str:
 def every(folder: str, grid: dict[str, Any] | None, readers: int) -> dict[str, Any]:
     found = {name: attempt(partial(tuned, name, folder, grid, readers)) for name in TRAINERS}
     return found if grid is None else found | {"stream": streamed(folder, grid, readers)}
+
+
+def test_a_reader_without_tokens_counts_none() -> None:
+    """A least number of 1 is one of all readers' tokens: each had one where it had none."""
+    plugin = SimpleNamespace(deepspeed_config={"axonn": {}})
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(deepspeed_plugin=plugin), num_processes=2, gather=lambda own: torch.stack([own, own + 7])
+    )
+    kind: Any = type("Trainer", (SimpleNamespace,), {"__module__": "trl.trainer.grpo_trainer"})
+    mask, values = torch.zeros(2, 4, dtype=torch.long), torch.ones(())
+    with of_all_readers(kind(accelerator=accelerator)):
+        assert (values / mask.sum().clamp(min=1.0)).item() == pytest.approx(2 / 7)
+        assert (values / mask.sum()).item() == pytest.approx(2 / 7)
 
 
 @pytest.mark.thorough

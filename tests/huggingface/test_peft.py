@@ -137,6 +137,11 @@ def by_model() -> list[Any]:
     settings: dict[str, Any] = {"modules_to_save": ["lm_head"], "init_lora_weights": False}
     model.add_adapter(peft.LoraConfig(r=3, target_modules=["q_proj"], **settings))  # type: ignore[operator]
     parallelize(model, Mesh(Grid.for_world(dist.get_world_size(), gx=2)), "auto")
+    if dist.get_world_size() > 1:
+        with pytest.raises(
+            axonn_plugins.config.ConfigError, match=r"resize_token_embeddings\(67\) of a model that is split"
+        ):
+            model.resize_token_embeddings(67)  # type: ignore[operator]
     state = model.state_dict()
     if dist.get_rank() == 0:
         model.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
@@ -233,11 +238,11 @@ def test_an_optimizer_of_pairs_of_matrices_is_refused() -> None:
     assert one_sentence(str(told.value))
 
 
-def refused(build: Callable[[], nn.Module]) -> str:
+def refused(build: Callable[[], nn.Module], grid: dict[str, Any] | None = None) -> str:
     try:
         deepspeed.initialize(
             model=build(),
-            config={"train_batch_size": 4, "axonn": {"tensor_parallel": {"gx": 2}}},
+            config={"train_batch_size": 4, "axonn": {"tensor_parallel": grid or {"gx": 2}}},
         )
     except axonn_plugins.config.ConfigError as error:
         return str(error)
@@ -265,6 +270,7 @@ def every(ranks: int) -> dict[str, Any]:
     if ranks == 1:
         return found
     found |= {name: refused(build) for name, build in told.items()}
+    found["prompts"] = refused(OTHERS["prefix"], {"gz": {"sequence": ranks}, "plan": "auto"})
     return found | {"by model": attempt(by_model), "swapped": attempt(swapped)}
 
 
@@ -275,6 +281,8 @@ def test_adapters_are_those_of_one_process(ranks: int) -> None:
     for found in run_ranks(every, ranks, ranks):
         assert "keeps its weight quantized" in found["refused"] and one_sentence(found["refused"])
         assert "names weight of the linear layer" in found["weights"] and one_sentence(found["weights"])
+        assert "PrefixTuningConfig (adapter 'default') puts a prompt of its own" in found["prompts"]
+        assert one_sentence(found["prompts"])
         torch.testing.assert_close(*map(torch.tensor, found["by model"]), rtol=0, atol=1e-5)
         (larger, padded), *logits = found["swapped"]
         assert "swap in an adapter of no larger rank" in larger and one_sentence(larger)

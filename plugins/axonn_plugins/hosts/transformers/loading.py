@@ -21,6 +21,7 @@ def patch(module: ModuleType) -> None:
     original = getattr(kind, "_load_pretrained_model", None)
     if original is not None and not getattr(original, "axonn", False):
         kind._load_pretrained_model = staticmethod(_loading(original))
+        kind.resize_token_embeddings = _resizing(kind.resize_token_embeddings)
 
 
 def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,6 +39,32 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
 
     load.axonn = True  # type: ignore[attr-defined]
     return load
+
+
+def _resizing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def resize_token_embeddings(
+        self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *rest: Any, **named: Any
+    ) -> Any:
+        """The model's own, which reads shards as whole weights.
+
+        Raises:
+            ConfigError: the model is split.
+        """
+        changes = pad_to_multiple_of is not None or new_num_tokens not in (
+            None,
+            self.config.get_text_config().vocab_size,
+        )
+        if changes and any(hasattr(parameter, "axonn_layout") for parameter in self.parameters()):
+            from axonn_plugins.config import ConfigError
+
+            raise ConfigError(
+                f"resize_token_embeddings({new_num_tokens}) of a model that is split over ranks already, where embeddings and heads may be shards; call "
+                "it before the Trainer, accelerator.prepare or deepspeed.initialize takes the model"
+            )
+        return original(self, new_num_tokens, pad_to_multiple_of, *rest, **named)
+
+    return resize_token_embeddings
 
 
 def _apt(files: Any, load_config: Any) -> bool:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,17 @@ def refuse_heads(self: Any) -> None:
         )
 
 
+_Step = tuple[Callable[..., Tensor], tuple, dict[str, Any]]
+
+
+class _Count(NamedTuple):
+    """A number of tokens: as it is given, as it was counted, and what was done in between."""
+
+    given: Tensor
+    counted: Tensor
+    steps: tuple[_Step, ...]
+
+
 class _OfAll(TorchFunctionMode):
     _in_models = False
 
@@ -84,7 +95,7 @@ class _OfAll(TorchFunctionMode):
         super().__init__()
         self._accelerator = accelerator
         self._chosen: list[Tensor] = []
-        self._counts: list[Tensor] = []
+        self._counts: list[_Count] = []
 
     def __enter__(self) -> Any:
         global _active
@@ -103,19 +114,23 @@ class _OfAll(TorchFunctionMode):
         found = None if replace is None else replace(self, func, args, kwargs)
         if found is None:
             found = func(*args, **kwargs)
-            self._remember(name, args, kwargs, found)
+            self._remember(func, name, args, kwargs, found)
         return found
 
-    def _remember(self, name: str, args: tuple, kwargs: dict[str, Any], found: Any) -> None:
+    def _remember(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any], found: Any) -> None:
         """Keep what a mask has chosen, and numbers of tokens."""
         if name == "__getitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             self._chosen.append(found)
         elif name == "sum" and len(args) == 1 and not kwargs and not args[0].is_floating_point() and args[0].dim() > 1:
-            self._counts.append(found)
+            self._counts.append(_Count(found, found, ()))
         elif name in _COPIES:
-            for known in (self._chosen, self._counts):
-                if _one_of(args, known):
-                    known.append(found)
+            if _one_of(args, self._chosen):
+                self._chosen.append(found)
+            elif (count := self._count(args)) is not None:
+                self._counts.append(_Count(found, count.counted, (*count.steps, (func, args[1:], kwargs))))
+
+    def _count(self, args: tuple) -> _Count | None:
+        return next((one for one in self._counts if args[0] is one.given), None)
 
     def _mean(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if len(args) != 1 or kwargs or not _one_of(args, self._chosen) or _in_a_model():
@@ -123,10 +138,11 @@ class _OfAll(TorchFunctionMode):
         return self._divided(args[0].sum(), torch.tensor(args[0].numel(), device=args[0].device))
 
     def _divide(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if len(args) != 2 or kwargs or not _one_of(args[1:], self._counts) or _in_a_model():
+        count = self._count(args[1:]) if len(args) == 2 and not kwargs else None
+        if count is None or _in_a_model():
             return None
         one = isinstance(args[0], Tensor) and args[0].is_floating_point() and not args[0].dim()
-        return self._divided(args[0], args[1]) if one else None
+        return self._divided(args[0], count.counted, count.steps) if one else None
 
     def _cross_entropy(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         given = dict(zip(("input", "target", "weight"), args, strict=False)) | kwargs
@@ -144,10 +160,13 @@ class _OfAll(TorchFunctionMode):
         "div": _divide,
     }
 
-    def _divided(self, summed: Tensor, count: Tensor) -> Tensor:
-        """A reader's part of the mean; all readers call it."""
+    def _divided(self, summed: Tensor, count: Tensor, steps: tuple[_Step, ...] = ()) -> Tensor:
+        """A reader's part of the mean; all readers call it. A least number is one of all readers' tokens, as some may have none."""
         counts = self._accelerator.gather(count.double() if share() else count.double() * 0)
-        whole = counts.as_subclass(Tensor).sum().to(summed.dtype)
+        whole = counts.as_subclass(Tensor).sum()
+        for func, rest, named in steps:
+            whole = func(whole, *rest, **named)
+        whole = whole.to(summed.dtype)
         rows = share()
         return summed * (len(counts) / rows / whole) if rows else (summed / count).nan_to_num()
 
