@@ -28,7 +28,6 @@ def text(tmp_path: Path) -> str:
         (("--heads", "3"), "--heads 3"),
         (("--lr", "0"), "--lr 0.0 is not positive"),
         (("--sparsity", "1"), "--sparsity 1.0 is not a share from 0 to below 1"),
-        (("--sparsity", "0.9", "--offload"), "do not go together"),
         (("--steps", "0"), "--steps 0 is not at least 1"),
     ],
 )
@@ -62,7 +61,13 @@ def test_with_state_in_host_memory(tmp_path: Path, text: str) -> None:
 
 
 def test_pruned(tmp_path: Path, text: str) -> None:
-    words = ["--data", text, "--runs", str(tmp_path), "--name", "r", "--side", "message_driven", "--sparsity", "0.9"]
-    assert main(["train", "pipeline", *SMALL, *words]) == 0
-    numbers = json.loads((tmp_path / "r" / "results.json").read_text())["sides"]["message_driven"]
-    assert numbers["state"][0] > 0 and len(numbers["losses"]) == 3
+    """With what is left of the state in host memory, too."""
+    words = ["--data", text, "--runs", str(tmp_path), "--side", "message_driven", "--sparsity", "0.9"]
+    found = {}
+    for name, more in (("alone", []), ("offloaded", ["--offload", "--bucket-size", "1024"])):
+        assert main(["train", "pipeline", *SMALL, *words, "--name", name, *more]) == 0
+        found[name] = json.loads((tmp_path / name / "results.json").read_text())["sides"]["message_driven"]
+    (whole, nothing), (device, host) = (found[name]["state"] for name in ("alone", "offloaded"))
+    assert nothing == 0 < host and device < whole
+    assert len(found["alone"]["losses"]) == 3
+    assert found["offloaded"]["losses"] == pytest.approx(found["alone"]["losses"], rel=1e-5)

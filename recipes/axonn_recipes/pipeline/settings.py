@@ -122,8 +122,6 @@ def resolve(options: Options) -> Settings:
         raise ConfigError(f"--lr {options.lr} is not positive; give a learning rate such as 1e-3")
     if options.sparsity is not None and not 0 <= options.sparsity < 1:
         raise ConfigError(f"--sparsity {options.sparsity} is not a share from 0 to below 1; use one such as 0.9")
-    if options.sparsity is not None and options.offload:
-        raise ConfigError("--offload and --sparsity do not go together; leave one of them out")
     settings = Settings(**part(Settings, options))
     if settings.layers + 2 < settings.stages:
         raise ConfigError(

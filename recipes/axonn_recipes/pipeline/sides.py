@@ -131,6 +131,6 @@ def _pipeline(side: str, settings: Settings, corpus: Corpus) -> Outcome:
         optimizer = engine.optimizer
         away = host_bytes(optimizer.stores)
         outcome.state = optimizer.nbytes - away + step_bytes(optimizer.stores, optimizer.tile_size), away
-    if ours and settings.sparsity is not None:
+    elif ours and settings.sparsity is not None:
         outcome.state = engine.optimizer.nbytes, 0
     return outcome
