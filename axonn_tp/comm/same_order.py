@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 
 from axonn_tp.comm.overlap import Gathers, in_backward
 from axonn_tp.comm.telling import Telling
@@ -59,7 +58,7 @@ class SameOrder:
             seen = self._seen[gathers] = _Seen(gathers)
         orders = seen.telling.heard()
         if orders is not None and len(set(orders)) > 1:
-            ranks = dist.get_process_group_ranks(gathers.mesh.group("z"))
+            ranks = seen.telling.ranks
             odd = next(rank for rank, order in zip(ranks, orders, strict=True) if order != orders[0])
             raise ValueError(
                 f"rank {odd} called other layers than rank {ranks[0]} in the model's forward, or in another order, and ranks of z gather their weights "

@@ -51,10 +51,10 @@ def look_at_sums(optimizer: Optimizer, given: tuple[Any, ...], named: Mapping[st
     if hasattr(optimizer, "axonn_in_parts"):
         return  # one of ours holds it
     steps = _seen.setdefault(optimizer, _Steps())
-    for group, telling in steps.tellings.items():
+    for telling in steps.tellings.values():
         found = telling.heard()
         if found is not None:
-            _compare(optimizer, [_read(one) for one in found], dist.get_process_group_ranks(group))
+            _compare(optimizer, [_read(one) for one in found], telling.ranks)
     steps.count += 1
     if steps.count & (steps.count - 1):
         return

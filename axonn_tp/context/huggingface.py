@@ -35,12 +35,7 @@ class Published:
 
 
 def adopt(model: nn.Module) -> Published | None:
-    """Have HF's models among the modules use `attend`; None where there are none, or they do not let attention be chosen.
-
-    Raises:
-        ValueError: PEFT puts prompts before sequences.
-    """
-    _refuse_prompts(model)
+    """Have HF's models among the modules use `attend`; None where there are none, or they do not let attention be chosen."""
     transformers = sys.modules.get("transformers")
     kind = getattr(transformers, "PreTrainedModel", None)
     models = [module for module in model.modules() if kind is not None and isinstance(module, kind)]
@@ -59,15 +54,6 @@ def adopt(model: nn.Module) -> Published | None:
     for one in models:
         _shift_before(one)
     return Published(models, configs)
-
-
-def _refuse_prompts(model: nn.Module) -> None:
-    for name, config in (getattr(model, "peft_config", None) or {}).items():
-        if getattr(config, "is_prompt_learning", False):
-            raise ValueError(
-                f"PEFT's {type(config).__name__} (adapter {name!r}) puts a prompt of its own before each sequence, which ranks that share sequences would "
-                "each put before their share; give gz as a number, so that no ranks share sequences, or use an adapter of layers, as LoraConfig"
-            )
 
 
 def takes(published: Published | None, model: nn.Module, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""PEFT's adapters that cannot be split with their layer."""
+"""PEFT's adapters that cannot be split with their layer, or put prompts before sequences that ranks share."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from axonn_tp.layers.linear_split import features
 
 
 def refuse_adapters(model: nn.Module, grid: Grid) -> None:
-    """Refuse adapters that read or replace the whole weight of a linear, which is split.
+    """Refuse adapters that read or replace the whole weight of a linear, which is split, and prompts before shared sequences.
 
     Raises:
         ValueError: names the first.
     """
+    for name, config in (getattr(model, "peft_config", None) or {}).items() if grid.sequence > 1 else ():
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"PEFT's {type(config).__name__} (adapter {name!r}) puts a prompt of its own before each sequence, which ranks that share sequences would "
+                "each put before their share; give gz as a number, so that no ranks share sequences, or use an adapter of layers, as LoraConfig"
+            )
     for name, module in model.named_modules():
         base: Any = module.get_base_layer() if hasattr(module, "get_base_layer") else None  # type: ignore[operator]
         if base is None or not features(base):
