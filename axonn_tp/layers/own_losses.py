@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
+from axonn_tp.comm.before_backward import before_backward
 from axonn_tp.comm.overlap import in_backward
 from axonn_tp.layers.loss_watch import refuse_losses
 
 _CALLS = 4
 """Backward passes that are looked at behind a forward: there may be one of another model, or several of it."""
 _left: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-_taken: list[bool] = []
 
 
 def look_at_losses(model: nn.Module) -> None:
     """A forward of the model begins that is looked at: so are the next backward passes."""
     _left[model] = _CALLS
-    if not _taken and hasattr(torch.autograd, "_engine_run_backward"):
-        _taken.append(True)
-        torch.autograd._engine_run_backward = _looking(torch.autograd._engine_run_backward)
+    before_backward(_look)
 
 
-def _looking(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def run_backward(tensors: Any, *args: Any, **keywords: Any) -> Any:
-        if len(args) > 2 and args[2]:
-            _left.clear()  # what is made of gradients (create_graph) leads to weights past their layers
-        # Gradients that a script asks for (`torch.autograd.grad`) are its own, and a recomputation's are of a part.
-        if _left and keywords.get("accumulate_grad") and not in_backward():
-            losses = [one for one in tensors if isinstance(one, Tensor)]
-            for model, left in list(_left.items()):
-                _left[model] = left - 1
-                if left == 1:
-                    del _left[model]
-                refuse_losses(model, losses)
-        return original(tensors, *args, **keywords)
-
-    return run_backward
+def _look(tensors: Any, args: tuple, keywords: dict[str, Any]) -> None:
+    if len(args) > 2 and args[2]:
+        _left.clear()  # what is made of gradients (create_graph) leads to weights past their layers
+    # Gradients that a script asks for (`torch.autograd.grad`) are its own, and a recomputation's are of a part.
+    if _left and keywords.get("accumulate_grad") and not in_backward():
+        losses = [one for one in tensors if isinstance(one, Tensor)]
+        for model, left in list(_left.items()):
+            _left[model] = left - 1
+            if left == 1:
+                del _left[model]
+            refuse_losses(model, losses)
