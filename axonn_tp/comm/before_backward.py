@@ -15,7 +15,7 @@ _calls: list[Call] = []
 
 def before_backward(call: Call) -> None:
     """Have this called before each backward pass from now on, `torch.autograd.grad`'s too; harmless when called again."""
-    if not _calls and hasattr(torch.autograd, "_engine_run_backward"):
+    if not _calls:
         torch.autograd._engine_run_backward = _calling(torch.autograd._engine_run_backward)
     if call not in _calls:
         _calls.append(call)

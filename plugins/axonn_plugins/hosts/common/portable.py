@@ -5,6 +5,7 @@ Float32 masters are stored where they are wider than the weights; otherwise they
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,7 @@ def portable_in(folder: Path) -> Path | None:
     return folder if (folder / files.STATE).is_file() else None
 
 
-class PortableState:
+class PortableState(ABC):
     """The state of a run: its weights, and the optimizer's states, schedule and counts.
 
     Args:
@@ -81,22 +82,23 @@ class PortableState:
 
     # What a host knows better
 
+    @abstractmethod
     def counters(self) -> dict[str, int]:
         """Counts of steps, ``global_steps`` at least."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take_counters(self, saved: dict[str, int]) -> None:
         """Go on with counts of `counters`, of any host's."""
-        raise NotImplementedError
 
     def parts(self) -> dict[str, Any]:
         """Parts of the host that know how far they are, by name, each with `state_dict` and `load_state_dict`."""
         return {}
 
+    @abstractmethod
     def scale(self) -> Notes:
-        """Notes on the loss scale."""
-        return {}
+        """Notes on the loss scale; nothing where there is none."""
 
+    @abstractmethod
     def take_scale(self, notes: Notes) -> None:
         """Go on with the loss scale in a checkpoint's notes, of any host's."""
 
