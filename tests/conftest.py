@@ -14,6 +14,8 @@ import is set apart from it: a search for a plan collects garbage, which took lo
 
 pccl is not tuned by itself; faults of our own in the search for a plan come out.
 
+What all tests import is in huge pages, also where a file of tests imports more: a rank is forked, and ends, in a third of the processor time.
+
 Ranks' temporary files, and DeepSpeed's kernels, are in a folder of this run, which is deleted at its end. torch guards a compilation by a
 file that stays when the process is killed, and whoever comes next then waits for ever: in a folder shared with other runs one killed test
 would hang every run after it.
@@ -29,6 +31,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from pytest_timeout import timeout_sigalrm
+
+from tests.huge_pages import use_huge_pages
 
 LONGEST = (
     "compose/test_pairs.py",
@@ -86,6 +90,12 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()
+    use_huge_pages()
+
+
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is not None and nextitem.path != item.path:
+        use_huge_pages()
 
 
 def pytest_timeout_set_timer(item, settings):
