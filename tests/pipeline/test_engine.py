@@ -183,6 +183,12 @@ def refusals(engine: Any) -> None:
     for call in (engine.forward, engine.backward, engine.step):
         with pytest.raises(PipelineError, match="Only train_batch"):
             call()
+    for reduced, words in (
+        (None, "no one loss .* pass bcast_loss=False, or leave"),
+        ("sum", "'sum'. is unknown .* None$"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            engine.eval_batch(iter([]), reduce_output=reduced)
 
 
 @pytest.mark.parametrize("every", [False, thorough(True)])

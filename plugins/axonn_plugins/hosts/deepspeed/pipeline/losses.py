@@ -10,11 +10,42 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
+from axonn_plugins.config import ConfigError
+
 
 class PipelineLosses(PipelineEngine):
     """The part of the engine that averages losses."""
 
     _expected: tuple[Tensor, Any] | None = None
+
+    def eval_batch(
+        self,
+        data_iter: Any,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        *rest: Any,
+        **keywords: Any,
+    ) -> Any:
+        """DeepSpeed's, which raises on the last stage alone where there is no loss to give to the others.
+
+        Raises:
+            ConfigError: there is none; the same on every rank.
+        """
+        if reduce_output is not None and str(reduce_output).lower() != "avg":
+            raise ConfigError(
+                f'eval_batch(reduce_output={reduce_output!r}) is unknown to DeepSpeed, which averages losses; leave it out, or pass "avg" or None'
+            )
+        if reduce_output is None and compute_loss and (bcast_loss or self.monitor.enabled):
+            watched = (
+                "" if bcast_loss else ", and leave out monitors (tensorboard, wandb, csv_monitor), to which it goes"
+            )
+            raise ConfigError(
+                "eval_batch(reduce_output=None) gives the last stage a list of its microbatches' losses, and no one loss that the other stages could "
+                f"have; pass bcast_loss=False{watched}, or leave reduce_output out"
+            )
+        return super().eval_batch(data_iter, return_logits, compute_loss, reduce_output, bcast_loss, *rest, **keywords)
 
     def _expect_loss(self) -> None:
         """This stage has made its last forward pass: be ready for the batch's loss, which comes while it computes.
