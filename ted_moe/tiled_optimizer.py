@@ -202,7 +202,7 @@ class TiledOptimizer(torch.optim.Optimizer):
                     norms[name] = norm_in_parts(flat_gradient(parameter), self.tile_size)
         if self.norm is not None:
             return self.norm({name: norm.square() for name, norm in norms.items()}).sqrt()
-        device = self.param_groups[0]["params"][0].device
+        device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
         return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms.values()] or [torch.zeros(())]))
 
     def refresh_masters(self) -> None:

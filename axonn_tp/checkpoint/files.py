@@ -64,7 +64,15 @@ class SummingWriter(FileSystemWriter):
 
 
 def begin(folder: Path) -> None:
-    """An empty folder to write into."""
+    """An empty folder to write into.
+
+    Raises:
+        CheckpointError: the process runs in the checkpoint's folder, whose place it would take.
+    """
+    if Path.cwd().is_relative_to(folder.resolve()):
+        raise CheckpointError(
+            f"checkpoint {folder} would take the place of the folder that the process runs in; name a folder in it"
+        )
     shutil.rmtree(aside(folder), ignore_errors=True)
     aside(folder).mkdir(parents=True)
 

@@ -42,11 +42,15 @@ class LossWatch:
 
     Args:
         model: that `parallelize` has split.
+
+    Attributes:
+        summed: a weight of whose shard a loss has a sum, so that it is another number on other ranks; None: none has.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = ref(model)
         self._seen = 0
+        self.summed: str | None = None
 
     def look(self, *losses: Tensor) -> None:
         """Before backward.
@@ -62,6 +66,7 @@ class LossWatch:
         if name is not None:
             raise ValueError(read_in_shards(name))
         refuse_losses(model, losses)
+        self.summed = self.summed or first_summed(losses, model)
 
 
 def refuse_losses(model: nn.Module, losses: Iterable[Tensor]) -> None:
@@ -140,30 +145,41 @@ def first_not_summed(losses: Iterable[Tensor], model: nn.Module) -> str | None:
 
     Such a sum (of squares, of magnitudes) has the whole one's gradient; a norm, a mean or a product of matrices has not.
     """
+    return next((name for name, sums in _read_outside(losses, model) if not sums), None)
+
+
+def first_summed(losses: Iterable[Tensor], model: nn.Module) -> str | None:
+    """The first parameter of whose shards over x and y the losses have a sum of their own, a part of the whole one's."""
+    return next((name for name, sums in _read_outside(losses, model) if sums), None)
+
+
+def _read_outside(losses: Iterable[Tensor], model: nn.Module) -> list[tuple[str, bool]]:
+    """Parameters of whose shards over x and y the losses are functions beside their layers, and whether these are sums over elements."""
     shards: dict[Any, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, SplitWeight) and module.gathers.options.compile:
-            return None  # traced collectives are no functions of ours
+            return []  # traced collectives are no functions of ours
         if isinstance(module, Split):
             for own, parameter in module.named_parameters(recurse=False):
                 layout = module.layouts.get(own)
                 if layout and any((layout.grid or module.mesh.grid).size(axis) > 1 for _, axis in layout.split):
                     shards[parameter] = f"{name}.{own}" if name else own
-    found = set()
+    found: set[tuple[str, bool]] = set()
     waiting: list[tuple[Any, str]] = [(loss.grad_fn, "sum") for loss in losses if shards and loss.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node, use = waiting.pop()
         variable = getattr(node, "variable", None)
         if variable is not None:
-            if use not in ("sum", "element", "pair") and variable in shards:
-                found.add(shards[variable])
-        elif node.name() not in _OURS | _OF_LAYERS and not _of_the_suite(node):
+            if variable in shards:
+                found.add((shards[variable], use in ("sum", "element", "pair")))
+        elif node.name() not in _OURS | _OF_LAYERS and not (_of_the_suite(node) or _by_zero(node)):
             after = _use_below(node, use)
             new = {(each, after) for each, _ in node.next_functions if each is not None} - seen
             seen |= new
             waiting += new
-    return min(found, key=[*shards.values()].index, default=None)
+    order = [*shards.values()]
+    return sorted(found, key=lambda each: order.index(each[0]))
 
 
 def scales_by_frequency(losses: Iterable[Tensor], model: nn.Module) -> bool:

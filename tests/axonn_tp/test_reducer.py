@@ -322,10 +322,13 @@ def penalties_over_x_and_y() -> None:
             wrong |= set() if all(every) else {name}
             try:
                 watch.look(loss)
-                assert all(every), name
+                assert all(every) and watch.summed is not None, name
             except ValueError as error:
                 assert "weight outside of its layer" in str(error)
                 refused.add(name)
+        watch = LossWatch(model)
+        watch.look(model(rows).square().sum() + 0 * sum(weight.sum() for weight in model.parameters()))
+        assert watch.summed is None
         model.train()
         for _ in range(2):
             loss = model(rows).square().mean() + sum(weight.norm() for weight in model.parameters())

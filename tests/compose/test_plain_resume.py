@@ -71,7 +71,7 @@ def under_deepspeed(folder: str) -> dict[str, Any]:
     engine.save_checkpoint(folder, client_state={"seen": 2})
     engine.destroy()
     run = begin(cases[1])
-    extra = run.load(f"{folder}/global_step2")
+    extra = run.load(folder)  # its latest
     more = train_plain(run, cases[1], range(2, 4))
     run.save(f"{folder}/plain", extra={"seen": 4})
     engine = start(cases[2])
@@ -218,6 +218,7 @@ def refused(folder: str) -> dict[str, Any]:
         "no scheduler": attempt(run.load, f"{folder}/one", scheduler),
         "nothing there": attempt(run.load, f"{folder}/two"),
         "keeps none": attempt(partial(run.save, f"{folder}/one", keep_last=0)),
+        "the current folder": attempt(run.save, ""),
         "by axonn_tp": attempt(save, f"{folder}/three", run.model, run.mesh, run.optimizer),
     }
     after = [p.detach() for p in run.model.parameters()]
@@ -307,6 +308,7 @@ def test_float32_weights_go_on_bit_by_bit(ranks: list[dict[str, Any]]) -> None:
         ("no scheduler", ["without a scheduler"]),
         ("nothing there", ["does not exist"]),
         ("keeps none", ["keep_last = 0"]),
+        ("the current folder", ["would take the place of the folder that the process runs in"]),
         ("by axonn_tp", ["run.save(folder)", "run.load(folder)"]),
         ("damaged", [".distcp, which holds"]),
     ],

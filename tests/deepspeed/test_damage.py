@@ -173,6 +173,8 @@ def otherwise(folder: Path) -> dict[str, Any]:
     }
     gone["ranks differ"] = load(tag="one" if dist.get_rank() else "two")
     gone["a file"] = told(engine.save_checkpoint, str(folder / "latest"), "one")
+    gone["no folder"] = told(engine.save_checkpoint, "", "one")
+    gone["no tag"] = told(engine.save_checkpoint, str(folder), "")
     gone["saves differ"] = told(engine.save_checkpoint, str(folder), "one" if dist.get_rank() else "two")
     return gone
 
@@ -226,6 +228,8 @@ def test_every_file(path: str, ranks: list[dict[str, Any]]) -> None:
         ("by tag", "loaded"),
         ("ranks differ", "rank 1 would load 'one' and rank 0 'two'"),
         ("saves differ", "rank 1 saves "),
+        ("no folder", 'save_dir = "" names no folder; name one'),
+        ("no tag", "tag = '' names no checkpoint; give a name"),
         ("a file", '/latest" cannot be used: File exists; give another'),
     ],
 )

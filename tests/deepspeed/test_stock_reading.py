@@ -19,8 +19,10 @@ from transformers.models.mixtral import modeling_mixtral  # noqa: F401  which ra
 from axonn_plugins.cli.convert import main as convert
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.common.complete import nothing_in
+from axonn_plugins.hosts.deepspeed.checkpoint.stock_reading import OPTIMIZER
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_refusals import STATES
 from axonn_plugins.hosts.deepspeed.checkpoint.to_stock import to_stock
+from axonn_plugins.optim.loss_scale import LossScale
 from axonn_tp.checkpoint.optimizer import optimizer_state, whole_pieces
 from axonn_tp.checkpoint.ranks import Ranks
 from axonn_tp.checkpoint.state import model_state
@@ -270,8 +272,8 @@ def test_refused(mistake: str, words: str, ranks: list[dict[str, Any]]) -> None:
     assert answer.startswith("ConfigError: ") and one_sentence(answer) and words in answer, answer
 
 
-@pytest.mark.parametrize("pruned", [False, True])
-def test_all_of_a_checkpoint_becomes_stocks(pruned: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["dense", "pruned", "of plain PyTorch"])
+def test_all_of_a_checkpoint_becomes_stocks(kind: str, tmp_path: Path) -> None:
     """How far curricula are was left out; masks, of which stock knows nothing, are told."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -280,11 +282,19 @@ def test_all_of_a_checkpoint_becomes_stocks(pruned: bool, tmp_path: Path) -> Non
     shards, notes = model_state(model)
     states, kept = optimizer_state(optimizer, whole_pieces(model, optimizer))
     rest = {"counters": {"global_steps": 1}, "data": {"data_sampler": {"consumed_samples": 7}, "random_ltd": {"a": 1}}}
-    notes = {"model": notes, "extra": {"epoch": 4}, "optimizer": kept, "samo": {"pruned": pruned}, **rest}
-    write(tmp_path / "one" / "axonn", shards | states, notes, Ranks(None))
+    notes = {"model": notes, "extra": {"epoch": 4}, "optimizer": kept, "samo": {"pruned": kind == "pruned"}, **rest}
+    if alone := kind == "of plain PyTorch":
+        notes |= {"extra": 4, "data": {}, "loss_scale": LossScale(8.0, growth_interval=100, steps=3).state_dict()}
+    write(tmp_path / "one" / ("" if alone else "axonn"), shards | states, notes, Ranks(None))
     said = to_stock(tmp_path / "one", tmp_path / "stock", 2, 1)
-    assert ("its masks do not go along" in said) == pruned
+    assert ("its masks do not go along" in said) == (kind == "pruned")
     saved = torch.load(tmp_path / "stock" / "one" / STATES, weights_only=False)
+    assert saved["global_steps"] == 1 and saved["skipped_steps"] == 0
+    if alone:
+        file = tmp_path / "stock" / "one" / f"zero_pp_rank_1_{OPTIMIZER}"
+        scaler = torch.load(file, weights_only=False)["optimizer_state_dict"]["loss_scaler"]
+        assert saved["extra"] == 4 and (scaler.cur_scale, scaler.scale_window, scaler.cur_iter) == (8.0, 100, 3)
+        return
     assert saved["data_sampler"] == {"consumed_samples": 7} and saved["random_ltd"] == {"a": 1} and saved["epoch"] == 4
     with pytest.raises(ConfigError, match="cannot be made"):
         to_stock(tmp_path / "one", tmp_path / "stock" / "latest" / "there", 2, 1)

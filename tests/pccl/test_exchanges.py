@@ -91,11 +91,52 @@ def _types() -> None:
     unsigned = torch.tensor([40_000 + rank], dtype=torch.uint16)
     dist.all_reduce(unsigned)
     assert unsigned.item() == (120_003) % 2**16
+    _large_halves()
     dist.destroy_process_group()
+
+
+def _large_halves() -> None:
+    """An average of float16 whose sum is none."""
+    size, large = dist.get_world_size(), torch.full((6,), 40_000.0, dtype=torch.float16)
+    one, share = large.clone(), torch.empty(6 // size, dtype=torch.float16)
+    dist.all_reduce(one, dist.ReduceOp.AVG)
+    dist.reduce_scatter_tensor(share, large, dist.ReduceOp.AVG)
+    assert one.equal(large) and share.equal(large[:2])
+    dist.reduce_scatter(share, list(large.split(2)), dist.ReduceOp.AVG)
+    dist.reduce(one, 1, dist.ReduceOp.AVG)
+    assert share.equal(large[:2]) and one.equal(large)
 
 
 def test_types_travel_where_only_bytes_move() -> None:
     launch(_types, 3)
+
+
+def _futures() -> None:
+    """Whoever has taken the future of a message, or of a collective, may send another that it waits for."""
+    rank, size = join(timeout=20)
+    received, started = torch.empty(3), time.monotonic()
+    work = dist.irecv(received, (rank - 1) % size)
+    assert work is not None
+    future = work.get_future()
+    sent = dist.isend(torch.full((3,), float(rank)), (rank + 1) % size)
+    future.wait()
+    assert received.tolist() == [(rank - 1) % size] * 3 and sent is not None and sent.wait()
+    if rank == 0:
+        summed = dist.all_reduce(torch.ones(3), async_op=True)
+        assert summed is not None
+        future = summed.get_future()
+        for other in range(1, size):
+            dist.send(torch.ones(2), other)
+        future.wait()
+    else:
+        dist.recv(torch.empty(2), 0)
+        dist.all_reduce(torch.ones(3))
+    assert time.monotonic() - started < 10
+    dist.destroy_process_group()
+
+
+def test_messages_wait_for_no_callbacks() -> None:
+    launch(_futures, 2)
 
 
 def _uneven() -> None:

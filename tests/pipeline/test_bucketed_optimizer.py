@@ -222,6 +222,15 @@ def _scaled(rank):
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
+    model, _ = pair(torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    optimizer = BucketedOptimizer(FACTORIES["adamw"], groups_of(model), 1024, group=dist.group.WORLD)
+    scaler.scale(model(torch.randn(4, 3, 5, 5)) * (float("inf") if rank == 1 else 1)).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(
+        ValueError, match=r"before scaler.unscale_"
+    ):  # of which the overflowing rank would have stepped out
+        scaler.step(optimizer)
     return scales, message
 
 

@@ -172,11 +172,25 @@ def beside_stock(cases: dict[str, Case]) -> dict[str, Any]:
             sides.append((type(engine).__name__, [*losses, evaluated.item()], parameters(engine)))
             if block is not None:
                 refusals(engine)
+                all_losses(engine, one, evaluated.item())
             engine.destroy()
         (stock, theirs, old), (name_of_ours, ours, new) = sides
         assert (stock, name_of_ours) == ("PipelineEngine", "MessageDrivenEngine")
         found[name] = (theirs, ours, all(torch.equal(old[key], new[key]) for key in old))
     return found
+
+
+def all_losses(engine: Any, case: Case, mean: float) -> None:
+    """Each microbatch's, on every stage, where stock ends in an AttributeError; what is no loss is refused on all."""
+    data = case.batches(4)[0][engine.grid.data_parallel_id]
+    found = engine.eval_batch(iter(data), reduce_output=None)
+    assert found.shape == (case.microbatches,)
+    total = found.double().mean()
+    dist.all_reduce(total)
+    assert total.item() / dist.get_world_size() == pytest.approx(mean, rel=0.01)
+    engine.module.loss_fn = lambda outputs, labels: outputs
+    with pytest.raises(ConfigError, match="no single numbers, .* pass bcast_loss=False"):
+        engine.eval_batch(iter(data), reduce_output=None)
 
 
 def refusals(engine: Any) -> None:

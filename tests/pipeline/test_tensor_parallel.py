@@ -20,6 +20,7 @@ from axonn_plugins.config import ConfigError, parse
 from axonn_plugins.hosts.deepspeed.pipeline.stage_split import _check_pairs, key_of, settings_of, stage_grid
 from axonn_plugins.hosts.deepspeed.plan_check import named
 from axonn_plugins.pipeline import watch
+from axonn_plugins.pipeline.links import StageLost
 from tests.distributed import run_ranks
 from tests.matrix import thorough
 from tests.pipeline.losing import stop_or_kill, survivors
@@ -107,14 +108,17 @@ def runs(folder: str, half: str) -> dict[str, Any]:
 
 
 def said_of_a_norm() -> str:
-    """The refusal of a loss_fn with a norm of weights, of which a rank has shards."""
-    case = Case(stages=1, dtype="fp32", tensor=split(gx=2), microbatches=1)
+    """The refusal of a loss_fn with a norm of weights, of which a rank has shards, and what the other stage hears of it."""
+    case = Case(dtype="fp32", tensor=split(gx=2), microbatches=3)
     engine = start(case)
-    weight = engine.module.get_parameter("0.up.weight")
-    engine.module.loss_fn = lambda outputs, labels: (outputs - labels).square().mean() + weight.norm()
+    if engine.is_last_stage():
+        weight = engine.module.get_parameter("3.up.weight")
+        engine.module.loss_fn = lambda outputs, labels: (outputs - labels).square().mean() + weight.norm()
     try:
         train(engine, case, range(1))
     except ConfigError as error:
+        return f"itself: {error}" if engine.is_last_stage() else "as if its own"
+    except StageLost as error:
         return str(error)
     return "trained"
 
@@ -222,7 +226,7 @@ WORDS = {
     "features": ("heads",),
     "no parameters": ("stage 1 of the PipelineModule has no parameters", "use fewer stages"),
     "model axis": ("a model axis of 4", "gx*gy = 2"),
-    "penalty": ("axonn.tensor_parallel: the loss reads 0.up.weight outside of its layer",),
+    "penalty": ("axonn.tensor_parallel: the loss reads 3.up.weight outside of its layer",),
 }
 
 
@@ -243,6 +247,14 @@ def test_precisions_checkpoints_and_mistakes(half: str, rounding: float, tmp_pat
         assert all(found["groups"]) and all(found["losses"]), found
         for name, words in found["mistakes"].items():
             assert all(word in words for word in WORDS[name]), f"{name}: {words}"
+        told = found["mistakes"]["penalty"]
+        assert told.startswith(
+            (
+                "itself: ",
+                "stage 1 (rank 2) of the pipeline ended its batch with ConfigError: ",
+                "stage 1 (rank 3) of the pipeline ended its batch with ConfigError: ",
+            )
+        ), told
     assert (tmp_path / "half way" / "axonn" / "complete").is_file()
 
 

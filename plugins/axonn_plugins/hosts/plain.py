@@ -29,10 +29,11 @@ from axonn_plugins import config
 from axonn_plugins.config import Axonn, ConfigError
 from axonn_plugins.config import compose as pairs
 from axonn_plugins.hosts.common.agreement import meet
+from axonn_plugins.hosts.common.complete import files_in
 from axonn_plugins.hosts.common.composition import Composition
 from axonn_plugins.hosts.common.fingerprint import of_configuration, of_model, of_versions
 from axonn_plugins.hosts.common.goldfish import LabelMask, Weight
-from axonn_plugins.hosts.common.portable import PortableState, portable_in
+from axonn_plugins.hosts.common.portable import PortableState
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options, refuse_keys_of_deepspeed
 from axonn_plugins.observe.timeline.steps import asked, step_asked, step_begins, step_ended
 from axonn_tp import Grid, Mesh, layout_of, parallelize
@@ -143,7 +144,8 @@ class Run:
         """Go on where a checkpoint was written, on any grid and number of ranks, at any stage, pruned or dense; every rank calls it.
 
         The checkpoint may be of `save`, of `axonn_tp.checkpoint.save`, which counts no steps, or of an engine of DeepSpeed with the block
-        (``checkpoints/global_step100``) and the same class of optimizer. Nothing is changed where anything does not fit.
+        (``checkpoints/global_step100``, or ``checkpoints`` for its latest) and the same class of optimizer. Nothing is changed where anything
+        does not fit.
 
         Args:
             folder: its name.
@@ -159,7 +161,7 @@ class Run:
             ConfigError: the model that was read cannot be pruned as the block says; the same on every rank.
         """
         state = _State(self, scheduler)
-        reading = Reading(state.ranks.together(lambda: _files_in(Path(folder))), state.ranks)
+        reading = Reading(state.ranks.together(lambda: files_in(Path(folder).absolute())), state.ranks)
         if scheduler is not None and "scheduler" not in reading.notes:
             raise CheckpointError("the checkpoint was saved without a scheduler; load it without one")
         extra = state.load(reading, states, schedule=True, counters=states)
@@ -204,12 +206,6 @@ class _State(PortableState):
             scale.load_state_dict(saved)
         elif engine and "scale_window" in engine:
             scale.scale = float(engine["cur_scale"])
-
-
-def _files_in(folder: Path) -> Path:
-    """Where a checkpoint's files by the serial model's names are; of one that was just being renamed, the older one's."""
-    replaced = folder.with_name(f"{folder.name}.replaced")
-    return portable_in(folder) or portable_in(replaced) or folder
 
 
 def compose(

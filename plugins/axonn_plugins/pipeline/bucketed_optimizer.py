@@ -144,10 +144,10 @@ class BucketedOptimizer(TiledOptimizer):
         Raises:
             ValueError: a GradScaler has looked at gradients that are not averages yet.
         """
-        if self.group is not None and not self._reduced and getattr(self, "grad_scale", None) is not None:
+        if self.group is not None and not self._reduced and hasattr(self, "found_inf"):
             raise ValueError(
                 "this step's gradients are not averaged yet, and a GradScaler would see an overflow on one rank alone; call "
-                "optimizer.reduce() before scaler.step(optimizer)"
+                "optimizer.reduce() before scaler.step(optimizer), and before scaler.unscale_(optimizer)"
             )
         try:
             return super().step(closure)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from axonn_plugins.pipeline.schedule import Action, Pass, Stage
 
 _PASSES: tuple[Pass, ...] = ("forward", "backward")
+_NONE = len(_PASSES)
+"""In the place of a pass's number: there will be no more."""
 
 
 class Lead:
@@ -33,24 +36,38 @@ class Lead:
             if dist.get_rank() in ranks:
                 self._group, self._leads = made, dist.get_rank() == ranks[0]
         self._told: Pass | None = None
+        self._led = self._over = False
+        self._left: Any = None
 
     def next(self, stage: Stage) -> Action | None:
         """The next action, taken as done; None: wait for a message, or `finished`."""
-        if stage.in_fixed_order:
+        self._led = not stage.in_fixed_order
+        if not self._led:
             return stage.next()
         if self._leads:
             action = stage.next()
             if action is not None:
-                self._tell(action.kind)
+                self._tell(_PASSES.index(action.kind))
             return action
-        if self._told is None and not stage.finished:
-            self._told = self._tell(None)
+        if self._told is None and not stage.finished and not self._over:
+            number = self._tell(0)
+            self._over = number == _NONE
+            self._told = None if self._over else _PASSES[number]
         if self._told is None or not stage.may(self._told):
             return None
         kind, self._told = self._told, None
         return stage.take(kind)
 
-    def _tell(self, kind: Pass | None) -> Pass:
-        number = torch.tensor([0 if kind is None else _PASSES.index(kind)], dtype=torch.uint8)
-        dist.broadcast(number, group=self._group, group_src=0)
-        return _PASSES[int(number)]
+    def leave(self) -> None:
+        """The batch has ended with an error: whoever waits for the next pass waits for messages again, and hears of it there.
+
+        It waits for nobody, and all of the ranks call it, each when it hears.
+        """
+        if self._led and not self._over:
+            number = torch.tensor([_NONE], dtype=torch.uint8)
+            self._left = dist.broadcast(number, group=self._group, group_src=0, async_op=True)
+
+    def _tell(self, number: int) -> int:
+        told = torch.tensor([number], dtype=torch.uint8)
+        dist.broadcast(told, group=self._group, group_src=0)
+        return int(told)

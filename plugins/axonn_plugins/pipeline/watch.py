@@ -161,10 +161,16 @@ class Watch:
         except RuntimeError:
             return self._without_store(str(error))
 
-    def _agreed(self, gone: Sequence[int], why: str) -> StageLost:
+    def failed(self, error: Exception) -> None:
+        """Tell the others, which would wait for it, that this stage ends its batch with an error of its own."""
+        words = f"ended its batch with {type(error).__name__}: {error}"
+        with suppress(RuntimeError):  # the store is gone, and the others hear that
+            self._agreed([self.ranks[self.stage]], words, "")
+
+    def _agreed(self, gone: Sequence[int], why: str, lost: str = "was lost; ") -> StageLost:
         """The ranks that were first said to be lost, by whichever rank."""
         places = ", ".join(f"stage {self._stages[rank]} (rank {rank})" for rank in gone)
-        said = self._store.compare_set("lost", "", f"{gone[0]} {places} of the pipeline was lost; {why}").decode()
+        said = self._store.compare_set("lost", "", f"{gone[0]} {places} of the pipeline {lost}{why}").decode()
         self._leave()
         return StageLost(self.stage, said.split(maxsplit=1)[1], agreed=True)
 

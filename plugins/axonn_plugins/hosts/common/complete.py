@@ -5,6 +5,7 @@ Every rank reads a share of the bytes, when they have been written and before th
 
 from __future__ import annotations
 
+import os
 import shutil
 import zlib
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from axonn_plugins.config import ConfigError
+from axonn_plugins.hosts.common.portable import portable_in
 from axonn_tp.checkpoint import files, sums
 
 MANIFEST, MARKER = "axonn_manifest.json", "axonn_complete"
@@ -71,7 +73,15 @@ def begin(save_dir: str, tag: str) -> str:
     Raises:
         ConfigError: ranks name different ones, or there cannot be one.
     """
-    _same(lambda: str(Path(save_dir) / tag), "saves")
+
+    def named() -> str:
+        if not os.fspath(save_dir):
+            raise ConfigError('save_dir = "" names no folder; name one, which "." does for the current one')
+        if Path(tag) == Path():
+            raise ConfigError(f"tag = {tag!r} names no checkpoint; give a name, or leave it out")
+        return str(Path(save_dir) / tag)
+
+    _same(named, "saves")
 
     def make() -> None:
         shutil.rmtree(Path(save_dir) / f"{tag}{_ASIDE}", ignore_errors=True)
@@ -184,6 +194,22 @@ def _chosen(folder: Path, tag: str | None) -> str | None:
         if (folder / name).is_dir() and name:
             return name
     raise ConfigError(f"{folder} has no checkpoint {tag!r}; correct the folder or the tag: {_in_words(_tags(folder))}")
+
+
+def files_in(folder: Path) -> Path:
+    """Where a checkpoint's files by the serial model's names are; of one that was just being renamed, the older one's; of many, the latest's.
+
+    Raises:
+        ValueError: ``latest`` names none that is there, or one that was written without the block.
+    """
+    found = portable_in(folder) or portable_in(folder.with_name(f"{folder.name}{_REPLACED}"))
+    if found is None and (latest := _chosen(folder, None)) is not None:
+        found = portable_in(folder / latest)
+        if found is None:
+            raise ConfigError(
+                f"{folder / latest} was written without the axonn block; load it without the block, or start anew"
+            )
+    return found or folder
 
 
 def nothing_in(load_dir: str) -> str:

@@ -54,10 +54,11 @@ class Caller : public c10d::Backend, public Planned {
   using CallPointer = c10::intrusive_ptr<Call>;
 
   CallPointer make(c10d::OpType kind, const Tensors& outputs, size_t runs = 1) {
-    callbacks_->wait(timeout_);
+    bool point = kind == c10d::OpType::SEND || kind == c10d::OpType::RECV || kind == c10d::OpType::RECVANYSOURCE;
+    if (!point) callbacks_->wait(timeout_);
     auto call = c10::make_intrusive<Call>(rank_, kind, outputs, core_->finisher, callbacks_, sequence_);
     call->expect(static_cast<int>(runs));
-    if (kind != c10d::OpType::SEND && kind != c10d::OpType::RECV && kind != c10d::OpType::RECVANYSOURCE) call->enter(earlier_);
+    if (!point) call->enter(earlier_);
     return call;
   }
 

@@ -90,6 +90,10 @@ class Call : public c10d::Work {
 
   Tensors result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    if (hurry_) {  // of a message, whose callbacks come in no order among the group's calls
+      if (!isCompleted()) hurry_();
+      return future_;
+    }
     std::lock_guard lock(parts_);
     if (!settled_ && !taken_ && PyGILState_Check()) {
       taken_ = true;

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "overlap.hpp"
+#include "reduce.hpp"
 #include "schedule.hpp"
 
 namespace pccl {
@@ -208,12 +209,19 @@ class Device : public Delegate, public Planned {
     at::Tensor into = copied ? output.new_empty({output.numel()}) : flat(output);
     if (copied && collective == Collective::kAllReduce) into.copy_(output.reshape(-1));
     at::Tensor from = collective == Collective::kAllReduce ? into : apart(collective, rank_, flat(input.contiguous()), into);
+    bool averages = collective != Collective::kAllGather && op == c10d::ReduceOp::AVG;
+    double divisor = size_;
+    if (averages && into.scalar_type() == at::kHalf) {  // whose sum may be too large
+      double ahead = halved(size_);
+      from = collective == Collective::kAllReduce ? from.div_(ahead) : from.div(ahead);
+      divisor /= ahead;
+    }
     const at::Tensor& whole = collective == Collective::kReduceScatter ? from : into;
     if (whole.numel()) {
       connect(whole.device());
       route(collective, whole)->run(into, from, op);
     }
-    if (collective != Collective::kAllGather && op == c10d::ReduceOp::AVG) into.div_(size_);
+    if (averages) into.div_(divisor);
     if (copied) output.copy_(into.view(output.sizes()));
   }
 

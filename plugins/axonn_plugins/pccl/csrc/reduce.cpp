@@ -159,13 +159,13 @@ void typed<Bool>(Reduction reduction, void* to, const void* mine, const void* th
     each<Bool>(to, mine, theirs, n, [](Bool a, Bool b) { return Bool{static_cast<uint8_t>(a.value && b.value)}; });
 }
 
-template <class T>
-void scaled(void* data, size_t elements, int divisor) {
+template <class T, class D = int>
+void scaled(void* data, size_t elements, D divisor) {
   char* at = static_cast<char*>(data);
   using A = Arithmetic<T>;
   for (size_t i = 0; i < elements * sizeof(T); i += sizeof(T)) {
     T value = load<T>(at + i);
-    if constexpr (std::is_signed_v<T> && std::is_integral_v<T>) value = static_cast<T>(value / int64_t{divisor});
+    if constexpr (std::is_signed_v<T> && std::is_integral_v<T>) value = static_cast<T>(value / static_cast<int64_t>(divisor));
     else value = A::narrow(static_cast<typename A::Wide>(value) / divisor);
     std::memcpy(at + i, &value, sizeof value);
   }
@@ -197,7 +197,7 @@ void divide(Type type, void* data, size_t elements, int divisor) {
     case Type::kF64: return scaled<double>(data, elements, divisor);
     case Type::kF32: return scaled<float>(data, elements, divisor);
     case Type::kBF16: return scaled<BF16>(data, elements, divisor);
-    case Type::kF16: return scaled<F16>(data, elements, divisor);
+    case Type::kF16: return scaled<F16>(data, elements, static_cast<float>(divisor) / static_cast<float>(halved(divisor)));
     case Type::kI64: return scaled<int64_t>(data, elements, divisor);
     case Type::kI32: return scaled<int32_t>(data, elements, divisor);
     case Type::kI16: return scaled<int16_t>(data, elements, divisor);

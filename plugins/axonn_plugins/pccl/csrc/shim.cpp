@@ -220,8 +220,12 @@ class Shim : public Exchanges {
     Reduction found = reduction(name, tensor, weighs ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op);
     return weighs ? Reduction::kWeighted : found;
   }
-  // Times the factor of a sum that has one.
-  static at::Tensor weighted(const at::Tensor& tensor, const c10d::ReduceOp& op) {
+  // Times the factor of a sum that has one; for an average of float16, whose sum may be too large for it, a power of two.
+  at::Tensor weighted(const at::Tensor& tensor, const c10d::ReduceOp& op) const {
+    if (is(op, c10d::ReduceOp::AVG) && tensor.scalar_type() == at::kHalf) {
+      at::NoGradGuard no_grad;
+      return at::div(tensor, static_cast<double>(halved(size_)));
+    }
     if (!is(op, c10d::ReduceOp::PREMUL_SUM)) return tensor;
     const auto& by = static_cast<const Factor&>(*op.supplement_);
     at::NoGradGuard no_grad;

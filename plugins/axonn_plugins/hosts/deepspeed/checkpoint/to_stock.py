@@ -15,6 +15,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from torch import Tensor, nn
 
 from axonn_plugins.config import ConfigError
+from axonn_plugins.hosts.common.portable import portable_in
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_plan import is_expert
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_reading import OPTIMIZER
 from axonn_plugins.hosts.deepspeed.checkpoint.stock_refusals import STATES
@@ -33,7 +34,7 @@ def to_stock(source: Path, target: Path, ranks: int, stage: int) -> str:
     """Write a checkpoint for `load_checkpoint` without the block.
 
     Args:
-        source: a checkpoint that an engine of ours saved, as ``checkpoints/global_step100``.
+        source: a checkpoint that an engine of ours saved, as ``checkpoints/global_step100``, or plain PyTorch's `Run.save`.
         target: a folder that is not there yet; it gets the checkpoint by the same name, and ``latest``. Complete or absent.
         ranks: of the run that goes on. At stage 0 any number does.
         stage: its stage of ZeRO, 0 to 2.
@@ -46,14 +47,15 @@ def to_stock(source: Path, target: Path, ranks: int, stage: int) -> str:
     """
     if target.exists():
         raise ConfigError(f"{target} is there already; name a folder that is not")
-    if not (source / "axonn").is_dir():
+    files = portable_in(source)
+    if files is None:
         raise ConfigError(
-            f"{source} is no checkpoint of the block's, which has a folder axonn; name one such as checkpoints/global_step100"
+            f"{source} is no checkpoint of the block's, with a folder axonn or a file state.pt; name one such as checkpoints/global_step100"
         )
     aside = target.with_name(f"{target.name}.incomplete")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        reading = Reading(source / "axonn", Ranks(None))
+        reading = Reading(files, Ranks(None))
         _write(reading, source, aside / source.name, ranks, stage)
         (aside / "latest").write_text(source.name)
         aside.rename(target)
@@ -88,9 +90,10 @@ def _write(reading: Reading, source: Path, folder: Path, ranks: int, stage: int)
     folder.mkdir(parents=True)
     stock = StockStates(_engine(notes, stage), _state(notes), reading, ranks)
     module = _module(reading)
+    extra = notes["extra"] or {}  # of plain PyTorch anything, which stock returns by a name alone
     saved: dict[str, Any] = {
-        **(notes["extra"] or {}),
-        **notes["counters"],
+        **(extra if isinstance(extra, dict) else {"extra": extra}),
+        **{"global_steps": 0, "skipped_steps": 0, **notes.get("counters", {})},
         **notes.get("data", {}),
         "module": module,
         "buffer_names": [name for name in module if name not in {*trained, *notes["model"]["aliases"]}],
@@ -127,7 +130,7 @@ def _module(reading: Reading) -> dict[str, Any]:
 
 def _engine(notes: dict[str, Any], stage: int) -> Any:
     """Stands for an engine of a dense model on data ranks alone."""
-    kept = notes.get("loss_scaler") or {}
+    kept = notes.get("loss_scaler") or _scaler_of(notes.get("loss_scale") or {})
     scaler: Any = (
         DynamicLossScaler(1.0, 2.0, 1000, 1.0, 1, False, torch.float16) if "scale_window" in kept else LossScaler(1.0)
     )
@@ -145,6 +148,23 @@ def _engine(notes: dict[str, Any], stage: int) -> Any:
     if hasattr(DeepSpeedEngine, "zero_parameter_alignment"):
         engine.zero_parameter_alignment = lambda: False
     return engine
+
+
+def _scaler_of(scale: dict[str, Any]) -> dict[str, Any]:
+    """A loss scale of plain PyTorch's as the numbers of DeepSpeed's scaler."""
+    if not scale.get("dynamic"):
+        return {"cur_scale": scale["scale"]} if scale else {}
+    return {
+        "cur_scale": scale["scale"],
+        "scale_window": scale["growth_interval"],
+        "min_scale": scale["least"],
+        "cur_iter": scale["steps"],
+        "last_overflow_iter": -1,
+        "scale_factor": 2.0,
+        "delayed_shift": 1,
+        "cur_hysteresis": 1,
+        "consecutive_hysteresis": False,
+    }
 
 
 def _state(notes: dict[str, Any]) -> Any:

@@ -145,7 +145,13 @@ class StageBatches(PipelineLosses, StagePasses):
         try:
             self._compute(pipe_schedule.micro_batches, training)
         except StageLost as error:
+            self._leave()
             raise self._watch.lost(error) from None
+        except Exception as error:
+            if self.num_stages > 1:  # whose others wait for this one's messages
+                self._leave()
+                self._watch.failed(error)
+            raise
         if not training:
             return
         steps: list[tuple[Kind, Any]] = [
@@ -158,6 +164,10 @@ class StageBatches(PipelineLosses, StagePasses):
                 start = perf_counter()
                 step()
                 self._note(kind, -1, start)
+
+    def _leave(self) -> None:
+        if self._lead is not None:
+            self._lead.leave()
 
     def _reduce_gradients(self) -> None:
         self._exec_reduce_grads()

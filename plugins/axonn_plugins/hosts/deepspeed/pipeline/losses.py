@@ -10,6 +10,11 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
+from axonn_plugins.config import ConfigError
+
+_LIST = 2.0
+"""Beside what says whether numbers were float64: they are several, as many as the second number says; less: they are none."""
+
 
 class PipelineLosses(PipelineEngine):
     """The part of the engine that averages losses."""
@@ -57,13 +62,36 @@ class PipelineLosses(PipelineEngine):
         return loss
 
     def _bcast_pipe_scalar(self, data: Any, src_rank: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """A number of one rank, by default of the last stage, on every stage; where it is not from, of shape (1,) as DeepSpeed's."""
+        """A number of one rank, by default of the last stage, on every stage; where it is not from, of shape (1,) as DeepSpeed's.
+
+        Of a list, as of the losses of microbatches that are not reduced, it is all of them.
+
+        Raises:
+            ConfigError: they are no numbers; the same on every stage.
+        """
         source = self._loss_stage_global_rank() if src_rank is None else src_rank
+        here, kind = self.global_rank == source, 0.0
+        values: list[Any] = [] if not here else [data] if isinstance(data, Tensor) else list(data)
         numbers = torch.zeros(2, dtype=torch.float64, device=self.device)
-        if self.global_rank == source:
-            numbers[0], numbers[1] = float(data.dtype == torch.float64), data.detach().reshape(())
+        if here and all(isinstance(value, Tensor) and value.numel() == 1 for value in values):
+            made = torch.stack([value.detach().reshape(()) for value in values])
+            kind = float(made.dtype == torch.float64)
+            numbers[0], numbers[1] = (kind, made[0]) if values[0] is data else (kind + _LIST, len(values))
+        elif here:
+            numbers[0] = -_LIST
         found = self._from_last_stage(numbers, source, dtype)[1]
-        return found if self.global_rank == source else found.reshape(1)
+        kind = numbers[0].item()
+        if kind < 0:
+            raise ConfigError(
+                "eval_batch has outputs of microbatches that are no single numbers, which cannot be given to the other stages; pass bcast_loss=False, "
+                "with which the last stage has them"
+            )
+        if kind < _LIST:
+            return found if here else found.reshape(1)
+        several = made.double() if here else torch.empty(int(numbers[1]), dtype=torch.float64, device=self.device)
+        if self.is_pipe_parallel:
+            dist.broadcast(several, src=source, group=self.grid.get_pipe_parallel_group())
+        return several.to(dtype or (torch.float64 if kind > _LIST else torch.float32))
 
     def _from_last_stage(
         self, numbers: Tensor, source: int | None = None, dtype: torch.dtype | None = None
