@@ -47,7 +47,7 @@ def build(settings: Settings, way: Way) -> Callable[[], Tensor]:
         "optimizer": _OPTIMIZER,
         # Stock ZeRO makes buffers of this size, by itself of 2 GB.
         "zero_optimization": {"stage": settings.stage, "reduce_bucket_size": _BUCKET, "allgather_bucket_size": _BUCKET},
-        **(_block(way) if way.ours else _auto(way)),
+        **(_block(settings, way) if way.ours else _auto(way)),
     }
     model = _model(settings)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
@@ -89,9 +89,11 @@ def _model(settings: Settings) -> nn.Module:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
 
 
-def _block(way: Way) -> dict[str, Any]:
+def _block(settings: Settings, way: Way) -> dict[str, Any]:
     grid = {"gx": way.tensor, "gz": way.z, "plan": "auto"}
-    return {"axonn": {"tensor_parallel": grid, "ted": {"expert": way.experts}}}
+    return {
+        "axonn": {"tensor_parallel": grid, "ted": {"expert": way.experts}, "overlap_param_gather": settings.stage == 1}
+    }
 
 
 def _auto(way: Way) -> dict[str, Any]:
