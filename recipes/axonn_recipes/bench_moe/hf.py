@@ -50,8 +50,8 @@ def build(settings: Settings, way: Way) -> Callable[[], Tensor]:
             # Stock ZeRO makes buffers of this size, by itself of 2 GB.
             "reduce_bucket_size": _BUCKET,
             "allgather_bucket_size": _BUCKET,
-            # Nothing is clipped, and nobody asks for the norm.
-            "compute_grad_norm": False,
+            # Nothing is clipped, and nobody asks for the norm; stage 0 has no such key.
+            "compute_grad_norm": settings.stage == 0,
         },
         **(_block(settings, way) if way.ours else _auto(way)),
     }
