@@ -1,6 +1,6 @@
 """Every pair of systems at every stage of ZeRO, on two grids, trains what one process trains, in float64.
 
-Every run has each pair once, at the stages and on the two grids in turn.
+Every run has each pair once, at the stages and on the two grids in turn. At ZeRO-1 weights are gathered while the next forward pass runs.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
+OWNED = {"tensor_parallel", "ted", "samo", "offload_optimizer"}
+"""With which the optimizer's states are ours."""
+
+
 def case_of(systems: tuple[str, ...], grid: str, stage: int) -> Case:
     """Four ranks; where there is a pipeline, two of each stage."""
     block: dict[str, Any] = {key: OTHERS[key] for key in systems if key in OTHERS}
@@ -45,7 +49,9 @@ def case_of(systems: tuple[str, ...], grid: str, stage: int) -> Case:
             sizes.get("gx", 1) * sizes.get("gy", 1) if "tensor_parallel" in systems else block["ted"].get("tensor", 1)
         )
         experts = min(2, 4 // max(stages, 1) // plane)
-    return Case(block, stage, experts, stages, tied=bool(stages), steps=2)
+    if stage == 1 and OWNED.intersection(systems):
+        block["overlap_param_gather"] = True
+    return Case(block, stage, experts, stages, tied=bool(stages), steps=3 if stage == 1 else 2)
 
 
 CASES = {

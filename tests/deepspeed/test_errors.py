@@ -322,6 +322,19 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "net.drop = nn.Dropout(0.1); tp |= {'layout': 'replicated', 'compile': True}",
         ("drop.p = 0.1 does not go with compile = True on gx = 2", "leave compile out"),
     ),
+    "nothing of ours to gather": (
+        "more = {'axonn': {'overlap_param_gather': True}, 'zero_optimization': {'stage': 1}}",
+        ("axonn.overlap_param_gather", "ZeRO-1", "DeepSpeed's, at stage 1", "leave it out"),
+    ),
+    "nothing to gather": (
+        "more = {'axonn': {'tensor_parallel': tp, 'overlap_param_gather': True}, 'zero_optimization': {'stage': 2}}",
+        ("axonn.overlap_param_gather", "ZeRO-1", "the block's, at stage 2", "leave it out"),
+    ),
+    "weights that a script module reads": (
+        "net.script = torch.jit.trace(nn.Linear(3, 3), torch.ones(3))\n"
+        "more = {'axonn': {'offload_optimizer': {}, 'overlap_param_gather': True}, 'zero_optimization': {'stage': 1}}",
+        ("axonn.overlap_param_gather", "torch.jit.ScriptModule", "leave it out"),
+    ),
     "checks": ("tp['check_every'] = 0", ("axonn.tensor_parallel.check_every = 0", "at least 1")),
 }
 AFTER = {

@@ -47,7 +47,30 @@ class Axonn(Block):
     goldfish: Goldfish | None = Field(
         None, description="The goldfish loss, which leaves targets out against memorization."
     )
+    overlap_param_gather: bool = Field(
+        False,
+        description="At ZeRO-1, gather updated weights while the next forward pass runs: whoever uses a weight first waits for it. Not where "
+        "the optimizer's states are DeepSpeed's.",
+    )
     _others: dict[str, Block] = PrivateAttr(default_factory=dict)
+
+    def require_gather(self, stage: int, ours: bool = True) -> None:
+        """Refuse ``overlap_param_gather`` where nothing that is ours gathers weights.
+
+        Args:
+            stage: of ZeRO.
+            ours: whether the optimizer's states are the block's, and not DeepSpeed's.
+
+        Raises:
+            ConfigError: it is given, then.
+        """
+        sharing = stage or int(self.samo is not None and self.samo.shard)
+        if self.overlap_param_gather and (sharing != 1 or not ours):
+            whose = "the block's" if ours else "DeepSpeed's"
+            raise ConfigError(
+                "axonn.overlap_param_gather is about the weights that ZeRO-1 gathers behind a step where the optimizer's states are the block's "
+                f"(tensor_parallel, ted, samo, offload_optimizer), and here they are {whose}, at stage {stage}; use that, or leave it out"
+            )
 
     @property
     def others(self) -> dict[str, Block]:

@@ -18,7 +18,17 @@ class Registered:
 
 REGISTERED: dict[str, Registered] = {}
 """Systems of users' own that are known, by key."""
-_OURS = ("requires", "tensor_parallel", "pccl", "samo", "ted", "offload_optimizer", "pipeline", "goldfish")
+_OURS = (
+    "requires",
+    "tensor_parallel",
+    "pccl",
+    "samo",
+    "ted",
+    "offload_optimizer",
+    "pipeline",
+    "goldfish",
+    "overlap_param_gather",
+)
 
 
 def register(key: str, block: type[Block], system: Any) -> None:

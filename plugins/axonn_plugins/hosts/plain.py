@@ -238,6 +238,7 @@ def compose(
         found = config.parse(block)
         pairs.check(found)
         _refuse(found)
+        found.require_gather(stage)
         if asked():
             step_asked()
         mask = None if found.goldfish is None else LabelMask(found.goldfish, model)

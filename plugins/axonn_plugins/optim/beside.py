@@ -135,8 +135,7 @@ def _written_since(optimizer: FlatOptimizer) -> list[Entry]:
     Raises:
         RuntimeError: of another type, or elsewhere.
     """
-    pairs = zip(optimizer.entries, versions_of(optimizer.entries), optimizer._versions, strict=True)
-    found = [entry for entry, new, old in pairs if new != old]
+    found = [entry for entry, new in versions_of(optimizer.entries).items() if new != optimizer._versions[entry]]
     kinds = (
         {entry: (store.dtype, store.device) for store in optimizer.stores for entry in store.entries} if found else {}
     )
@@ -187,6 +186,6 @@ def no_scaler() -> ValueError:
     )
 
 
-def versions_of(entries: Iterable[Entry]) -> list[tuple[int, int]]:
+def versions_of(entries: Iterable[Entry]) -> dict[Entry, tuple[int, int]]:
     """Numbers that every change of a parameter's memory moves, or other memory in its place (``parameter.data = ...``)."""
-    return [(entry.parameter._version, entry.parameter.data_ptr()) for entry in entries]
+    return {entry: (entry.parameter._version, entry.parameter.data_ptr()) for entry in entries}

@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_plugins.optim.beside import look_around, no_scaler, require_plain, take_over, take_written, versions_of
+from axonn_plugins.optim.gathering import begin_gathers, gather_weights, land_all
 from axonn_plugins.optim.gradients import check_norm, clip_factor, squares_of
 from axonn_plugins.optim.lending import share_options
 from axonn_plugins.optim.loss_scale import LossScale
 from axonn_plugins.optim.memory import state_bytes
 from axonn_plugins.optim.parameters import check_shares, named_groups
-from axonn_plugins.optim.reducer import Reducer, gather_weights
+from axonn_plugins.optim.reducer import Reducer
 from axonn_plugins.optim.segments import make_tiles, step_tiles
-from axonn_plugins.optim.state import check_shards, load_masters, on_index, read_state, shards_of, write_state
+from axonn_plugins.optim.state import by_parameter, load_masters, on_index, read_state, shards_of, write_state
 from axonn_plugins.optim.store import Entry, Ranks, Store, make_stores, ranks_of
 from axonn_plugins.optim.tiles import Buffers
 from axonn_plugins.optim.whole.find import make_inner
@@ -58,6 +59,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         gradient_dtype: in which gradients are accumulated and reduced, where it is wider than the parameters'.
         mesh: how parameters lie on the ranks: for gradients of replicas, which are made the same on accelerators, and for optimizers that
             look at whole parameters (`optim.whole`), which are refused without.
+        gather_ahead: in stage 1, gather updated weights while the next forward pass runs; whoever uses a parameter first waits for it.
 
     Attributes:
         overflow: whether the last step was skipped.
@@ -86,10 +88,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         gradient_dtype: torch.dtype | None = None,
         skip_nonfinite: bool = False,
         mesh: Mesh | None = None,
+        gather_ahead: bool = False,
     ) -> None:
-        check_shares(stage, group is not None, tile_size)
+        check_shares(stage, group is not None, tile_size, gather_ahead)
         check_norm(max_norm)
         self.factory, self.max_norm, self.norm, self.tile_size = factory, max_norm, norm, tile_size
+        self._gather = begin_gathers if gather_ahead else gather_weights
         self.stage, self.host, self.bucket_bytes, self.gradient_dtype = stage, host, bucket_bytes, gradient_dtype
         self.loss_scale = LossScale.make(loss_scale)
         self.overflow, self.skip_nonfinite, self.refuses_clipping, self.mesh = False, skip_nonfinite, True, mesh
@@ -242,6 +246,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
+        land_all(self.stores)
         look_around(self)
         self.reducer.finish()
         if self.mesh is not None:
@@ -251,9 +256,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         factor = self._factor()
         if not self.overflow:
             self._update(factor)
-            if self.stage:
-                gather_weights(self.stores, self.tile_size)
         self._versions = versions_of(self.entries)
+        if self.stage and not self.overflow:
+            self._gather(self.stores, self.tile_size, lambda entries: self._versions.update(versions_of(entries)))
         self.reducer.forget()
         return loss
 
@@ -327,15 +332,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: it is of other parameters, or of another rank's shards of them.
         """
-        check_shards(state_dict, self.entries, self.mesh)
-        parameters, given = self._parameters, state_dict["param_groups"]
-        order = [number for group in given for number in group["params"]]
-        if len(order) != len(parameters) or len(given) != len(self.param_groups):
-            raise ValueError(
-                f"the state is of {len(order)} parameters in {len(given)} groups, the optimizer has "
-                f"{len(parameters)} in {len(self.param_groups)}; make it over the same model"
-            )
-        state = {p: state_dict["state"].get(number, {}) for number, p in zip(order, parameters, strict=True)}
+        state, given = by_parameter(
+            state_dict, self._parameters, len(self.param_groups), shards_of(self.entries, self.mesh)
+        )
         read = {entry: on_index(entry, state[entry.parameter]) for entry in self.entries}
         for ours, group in zip(self.param_groups, given, strict=True):
             ours.update({key: value for key, value in group.items() if key not in ("params", "param_names")})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -70,10 +72,13 @@ def squares_of(stores: list[Store], size: int) -> dict[str, Tensor]:
         for bucket in store.buckets:
             if bucket.sharded:
                 shared.setdefault(bucket.process_group, []).extend(bucket.entries)
+    sums: list[tuple[list[Entry], Tensor, Any]] = []
     for group, entries in shared.items():
         device = entries[0].parameter.device
         found = [squares.get(entry.name, torch.zeros(())).to(device, torch.float64) for entry in entries]
         summed = torch.stack(found)
-        dist.all_reduce(summed, group=group)
+        sums.append((entries, summed, dist.all_reduce(summed, group=group, async_op=True)))
+    for entries, summed, handle in sums:
+        handle.wait()
         squares.update((entry.name, square) for entry, square in zip(entries, summed.unbind(), strict=True))
     return squares

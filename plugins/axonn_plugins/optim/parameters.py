@@ -27,13 +27,14 @@ def named_groups(params: nn.Module | Iterable[Any]) -> tuple[list[dict[str, Any]
     return plain, names
 
 
-def check_shares(stage: int, grouped: bool, tile_size: int) -> None:
+def check_shares(stage: int, grouped: bool, tile_size: int, gather_ahead: bool) -> None:
     """Refuse what no optimizer on flat stores can do.
 
     Args:
         stage: what ranks share.
         grouped: whether there are ranks to share among.
         tile_size: elements updated at a time.
+        gather_ahead: whether weights are gathered while the next forward pass runs.
 
     Raises:
         ValueError: always, then.
@@ -45,4 +46,8 @@ def check_shares(stage: int, grouped: bool, tile_size: int) -> None:
     if stage and not grouped:
         raise ValueError(
             f"stage = {stage} needs the ranks to share among: pass group, such as torch.distributed.group.WORLD"
+        )
+    if gather_ahead and stage != 1:
+        raise ValueError(
+            f"gather_ahead is about the weights that stage 1 gathers behind a step, and stage = {stage}; leave it out"
         )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from axonn_plugins.optim.store import Bucket, Entry, Segment, Store
+from axonn_plugins.optim.store import Bucket, Entry, Store
 from axonn_tp.comm.collectives import wait
 from axonn_tp.comm.gloo_reduce_scatter import fewer_in_parts, start_parts, sum_parts
 from axonn_tp.comm.stalls import step_ends
@@ -273,53 +273,3 @@ def _start_share(target: Tensor, whole: Tensor, group: dist.ProcessGroup | None)
     if group is not None and whole.element_size() > 2 and fewer_in_parts(group, whole):
         return _Parts(target, whole, group)
     return dist.reduce_scatter_tensor(target, whole, group=group, async_op=True)
-
-
-def gather(share: Tensor, bucket: Bucket) -> Tensor:
-    """All of a bucket's elements, of which ranks hold a share each, in its order."""
-    if not bucket.sharded:
-        return share
-    whole = share.new_empty(bucket.end - bucket.begin)
-    dist.all_gather_into_tensor(whole, share.contiguous(), group=bucket.process_group)
-    return whole
-
-
-def gather_weights(stores: list[Store], size: int) -> None:
-    """Have every rank's parameters be what the ranks that hold their state made of them.
-
-    Args:
-        stores: all of them.
-        size: elements written at a time.
-    """
-    travelling: list[tuple[Bucket, Tensor, Tensor, Any]] = []
-    for store in stores:
-        segments: dict[Bucket, list[Segment]] = {}
-        owners = {entry: bucket for bucket in store.buckets if bucket.sharded for entry in bucket.entries}
-        for segment in store.segments:
-            if segment.entry in owners:
-                segments.setdefault(owners[segment.entry], []).append(segment)
-        for bucket in filter(lambda bucket: bucket.sharded, store.buckets):
-            begin, end = bucket.share
-            share = torch.empty(end - begin, dtype=store.dtype, device=store.device)
-            for segment in segments.get(bucket, ()):
-                at, entry = segment.owned - bucket.owned, segment.entry
-                share[at : at + segment.length] = entry.read(entry.flat, segment.begin, segment.begin + segment.length)
-            # The gradients, which are spent, are where the weights travel, as far as they are there.
-            room = bucket.room()
-            whole = room.view(store.dtype)[: room.numel()]
-            handle = dist.all_gather_into_tensor(whole, share, group=bucket.process_group, async_op=True)
-            travelling.append((bucket, whole, share, handle))
-            if bucket.transient:
-                _arrive(travelling, size)
-    _arrive(travelling, size)
-
-
-def _arrive(travelling: list[tuple[Bucket, Tensor, Tensor, Any]], size: int) -> None:
-    """Take up weights, with the shares that are sent, in the order in which they were sent off."""
-    while travelling:
-        bucket, whole, _, handle = travelling.pop(0)
-        handle.wait()
-        for entry in bucket.entries:
-            weights = bucket.of(entry, whole)
-            for done in range(0, entry.kept, size):
-                entry.write(weights[done : done + size], done)

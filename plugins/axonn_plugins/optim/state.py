@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from axonn_plugins.optim.reducer import gather, gather_weights
+from axonn_plugins.optim.gathering import gather, gather_weights
 from axonn_plugins.optim.store import Bucket, Entry, Segment, Store
 from axonn_plugins.optim.tiles import settle
 from axonn_tp import Mesh, layout_of
@@ -223,18 +223,38 @@ def shards_of(entries: Iterable[Entry], mesh: Mesh | None) -> dict[str, list[str
     return {_SHARDS: sorted(found)} if found else {}
 
 
-def check_shards(state: Mapping[str, Any], entries: Iterable[Entry], mesh: Mesh | None) -> None:
-    """Refuse the state of another rank's shards, whose sizes may be this rank's.
-
-    Raises:
-        ValueError: it is.
-    """
-    given, here = state.get(_SHARDS), shards_of(entries, mesh).get(_SHARDS)
+def _check_shards(given: dict[str, str] | None, here: dict[str, str] | None) -> None:
+    """Refuse the state of another rank's shards, whose sizes may be this rank's."""
     if given is not None and given != here:
         raise ValueError(
             f"the state is of weights' shards {', '.join(given)}, and this rank has {', '.join(here) if here else 'whole weights'}; have each "
             "rank save its own state, and load it on the same grid"
         )
+
+
+def by_parameter(
+    given: Mapping[str, Any], parameters: Sequence[nn.Parameter], groups: int, shards: Mapping[str, Any]
+) -> tuple[dict[nn.Parameter, dict[str, Any]], list[dict[str, Any]]]:
+    """An optimizer's state for each parameter, and its groups.
+
+    Args:
+        given: what a `state_dict` returned.
+        parameters: of the optimizer that is to take it.
+        groups: how many it has.
+        shards: what `shards_of` says of it.
+
+    Raises:
+        ValueError: it is of other parameters, or of another rank's shards of them.
+    """
+    _check_shards(given.get(_SHARDS), shards.get(_SHARDS))
+    found = given["param_groups"]
+    order = [number for group in found for number in group["params"]]
+    if len(order) != len(parameters) or len(found) != groups:
+        raise ValueError(
+            f"the state is of {len(order)} parameters in {len(found)} groups, the optimizer has "
+            f"{len(parameters)} in {groups}; make it over the same model"
+        )
+    return {p: given["state"].get(number, {}) for number, p in zip(order, parameters, strict=True)}, found
 
 
 def agreed(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from axonn_plugins.optim.arriving import Expected
 from axonn_plugins.optim.index import Index
 
 _LEAST_BYTES, _CALLS = 2**18, 8
@@ -106,6 +107,7 @@ class Bucket:
         dtype: of gradients.
         local: gradients of all elements, not reduced yet in stage 2, which has them while backward fills it only.
         reduced: in stage 2, whether this rank's share has gradients.
+        gather: of weights that are on their way where its gradients will be; None: there are none.
     """
 
     entries: list[Entry]
@@ -116,6 +118,7 @@ class Bucket:
     dtype: torch.dtype
     local: Tensor | None = None
     reduced: bool = False
+    gather: Expected | None = None
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -144,6 +147,9 @@ class Bucket:
 
     def room(self) -> Tensor:
         """Memory for all elements: `local`, or new where there is none."""
+        if self.gather is not None:
+            self.gather.finish()
+            self.gather = None
         if self.local is not None:
             return self.local
         return torch.empty(self.end - self.begin, dtype=self.dtype, device=self.entries[0].parameter.device)

@@ -45,9 +45,15 @@ def build(settings: Settings, way: Way) -> Callable[[], Tensor]:
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
         "optimizer": _OPTIMIZER,
-        # Stock ZeRO makes buffers of this size, by itself of 2 GB.
-        "zero_optimization": {"stage": settings.stage, "reduce_bucket_size": _BUCKET, "allgather_bucket_size": _BUCKET},
-        **(_block(way) if way.ours else _auto(way)),
+        "zero_optimization": {
+            "stage": settings.stage,
+            # Stock ZeRO makes buffers of this size, by itself of 2 GB.
+            "reduce_bucket_size": _BUCKET,
+            "allgather_bucket_size": _BUCKET,
+            # Nothing is clipped, and nobody asks for the norm; stage 0 has no such key.
+            "compute_grad_norm": settings.stage == 0,
+        },
+        **(_block(settings, way) if way.ours else _auto(way)),
     }
     model = _model(settings)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
@@ -89,9 +95,11 @@ def _model(settings: Settings) -> nn.Module:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
 
 
-def _block(way: Way) -> dict[str, Any]:
+def _block(settings: Settings, way: Way) -> dict[str, Any]:
     grid = {"gx": way.tensor, "gz": way.z, "plan": "auto"}
-    return {"axonn": {"tensor_parallel": grid, "ted": {"expert": way.experts}}}
+    return {
+        "axonn": {"tensor_parallel": grid, "ted": {"expert": way.experts}, "overlap_param_gather": settings.stage == 1}
+    }
 
 
 def _auto(way: Way) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import samo
 from axonn_plugins import __version__
-from axonn_plugins.config import Axonn
+from axonn_plugins.config import Axonn, ConfigError
 from axonn_plugins.config.systems import REGISTERED
 from axonn_plugins.hosts.host import Gradient, Host, System
 from axonn_plugins.samo.pruning import Masks, Pruning
@@ -72,9 +72,25 @@ class Composition:
             "host": offload is not None,
             "norm": self._square_of_all,
             "mesh": host.mesh,
+            "gather_ahead": self._gathers_ahead(),
             **({} if tile is None else {"tile_size": tile}),
             **({} if offload is None else {"bucket_bytes": offload.coarsening * offload.bucket_size * size}),
         }
+
+    def _gathers_ahead(self) -> bool:
+        """True if the block says so.
+
+        Raises:
+            ConfigError: it does, and the model has what reads weights and cannot wait.
+        """
+        if not self.block.overlap_param_gather:
+            return False
+        if any(isinstance(module, torch.jit.ScriptModule) for module in self.host.model.modules()):
+            raise ConfigError(
+                "axonn.overlap_param_gather has whoever uses a weight wait for it, and the model has a torch.jit.ScriptModule, which does not "
+                "ask; leave it out, or that module as it was written"
+            )
+        return True
 
     @property
     def _tile(self) -> int | None:

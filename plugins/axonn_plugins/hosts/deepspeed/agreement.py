@@ -113,7 +113,7 @@ def refuse_quantized(model: nn.Module) -> None:
         ValueError: a layer's weight is not of floating-point numbers.
     """
     for name, module in model.named_modules():
-        weight = module._parameters.get("weight")
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is not None and not weight.dtype.is_floating_point:
             raise ValueError(
                 f"layer {name} keeps its weight quantized, in {weight.dtype}, as QLoRA does, and what is packed in blocks cannot be cut along its "

@@ -62,6 +62,7 @@ def configure(parsed_config: Any, raw: dict[str, Any], mpu: Any) -> tuple[Any, d
         if getattr(block, key) is not None:
             names.require(f"axonn.{key}", *packages)
     if not block.others and not any(getattr(block, key) is not None for key in _SYSTEMS):
+        block.require_gather(section(raw, "zero_optimization").get("stage", 0), ours=False)
         _tile(block, raw)
         _stock_engine()
         if block.pccl is None:

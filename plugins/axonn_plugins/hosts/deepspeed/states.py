@@ -146,6 +146,7 @@ class OwnStates(CheckedCheckpoints):
         if client_optimizer is None:
             check_optimizer(section(self._config.axonn_raw, "optimizer"), self._owns)
         if self._own_block is None:
+            self._config.axonn.require_gather(self.zero_optimization_stage(), ours=False)
             super()._configure_optimizer(client_optimizer, model_parameters)
             return
         # Only here is `samo` needed, a name that a user's folder may have.

@@ -123,6 +123,8 @@ def check(block: Axonn, raw: Mapping[str, Any], mpu: Any) -> None:
         ConfigError: the first.
     """
     first = owner(block, raw, mpu)
+    ours = first is not None or may_be_ours(block, raw, mpu)
+    block.require_gather(section(raw, "zero_optimization").get("stage", 0), ours)
     if first is None:
         refuse(_of_unscaled(raw, mpu))
         return
