@@ -29,7 +29,7 @@ _FEATURES = (
         "num_experts",
         "each rank counts its experts from 0, so that parameters have no names of a serial model",
         "train the model with TED under DeepSpeed, where systems of one's own see experts",
-        (),
+        (0,),  # as Megatron, which takes it for none
     ),
     Feature("gtp_weight_remat_size", "its shares of weights have no layout that a system knows", "leave it at 1", (1,)),
     Feature("use_tp_pp_dp_mapping", "ranks of a pipeline stage must be next to each other"),
