@@ -534,6 +534,14 @@ def test_versions_of_megatron_core(host, capsys, monkeypatch):
     from megatron import core
     from megatron.core import parallel_state
 
+    packed = [*ON, "--axonn-gx", "2", "--sft"]
+    monkeypatch.setattr(core, "__version__", "0.16.1")
+    with pytest.raises(SystemExit):
+        host.run(*packed)
+    assert "--sft does not go with gx*gy = 2 in megatron-core 0.16, whose scripts send" in capsys.readouterr().err
+    assert host.run(*ON, "--axonn-gz", "2", "--sft").axonn_gz == 2
+    monkeypatch.setattr(core, "__version__", "0.17.0")
+    assert host.run(*packed).axonn_gx == 2
     monkeypatch.setattr(core, "__version__", "0.21.0")
     with pytest.warns(UserWarning, match="megatron-core 0.21.0 is newer than what was tested"):
         host.run(*ON)
