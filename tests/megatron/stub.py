@@ -56,6 +56,8 @@ _WORDS = {
     "te_precision_config_file": None,
     "save": None,
     "load": None,
+    "pretrained_checkpoint": None,
+    "non_persistent_ckpt_type": None,
 }
 _SWITCHES = (
     *("group_query_attention", "swiglu", "bf16", "fp16", "use_distributed_optimizer", "decrease_batch_size_if_needed"),
@@ -67,6 +69,7 @@ _SWITCHES = (
     *("cross_entropy_loss_fusion", "use_sharp", "batch_invariant_mode", "deterministic_mode", "grad_reduce_in_bf16"),
     *("init_method_xavier_uniform", "use_cpu_initialization", "inference_rng_tracker", "log_max_attention_logit"),
     *("moe_grouped_gemm", "log_params_norm", "untie_embeddings_and_output_weights", "sft"),
+    "ckpt_assume_constant_structure",
 )
 
 

@@ -203,6 +203,14 @@ WRONG = {
         ],
         "--axonn-gz 8 does not divide the 60 rows .* or --ckpt-format torch",
     ),
+    "rows of words": (
+        [*ON, "--axonn-gx", "2", "--axonn-gz", "4", "--padded-vocab-size", "260", "--pretrained-checkpoint", "x"],
+        "--axonn-gz 4 does not divide the 130 rows .--padded-vocab-size, .* or --ckpt-format torch",
+    ),
+    "local states": (
+        [*ON, "--use-distributed-optimizer", "--non-persistent-ckpt-type", "local"],
+        "--non-persistent-ckpt-type local does not go with --use-distributed-optimizer .*; use global, or leave",
+    ),
     "yaml": ([*ON, "--yaml-cfg", "model.yaml"], "--yaml-cfg does not go with"),
     "no-value": ([*ON, "--axonn-gx"], "--axonn-gx has no value; give one"),
     "no-impl": (["--tensor-model-parallel-impl"], "--tensor-model-parallel-impl has no value"),
@@ -516,16 +524,24 @@ def test_muon_is_that_of_a_package(host, capsys, monkeypatch):
             host.run(*ON, "--optimizer", "muon")
         assert "that of emerging-optimizers, which is not installed" in capsys.readouterr().err
     _has(monkeypatch, "emerging_optimizers")
-    muon = [*ON, "--axonn-gx", "2", "--optimizer", "muon"]
+    muon = [*ON, "--axonn-gx", "2", "--optimizer", "muon", "--num-experts", "0"]
     assert host.run(*muon).muon_tp_mode == "blockwise"
     assert host.run(*muon, "--muon-tp-mode", "duplicated", "--save", "there").axonn_gx == 2
-    assert host.run(*ON, "--axonn-gz", "2", *muon[-2:], "--muon-tp-mode", "blockwise").axonn_gz == 2
+    assert host.run(*ON, "--axonn-gz", "2", *muon[-4:], "--muon-tp-mode", "blockwise").axonn_gz == 2
 
 
 def test_versions_of_megatron_core(host, capsys, monkeypatch):
     from megatron import core
     from megatron.core import parallel_state
 
+    packed = [*ON, "--axonn-gx", "2", "--sft"]
+    monkeypatch.setattr(core, "__version__", "0.16.1")
+    with pytest.raises(SystemExit):
+        host.run(*packed)
+    assert "--sft does not go with gx*gy = 2 in megatron-core 0.16, whose scripts send" in capsys.readouterr().err
+    assert host.run(*ON, "--axonn-gz", "2", "--sft").axonn_gz == 2
+    monkeypatch.setattr(core, "__version__", "0.17.0")
+    assert host.run(*packed).axonn_gx == 2
     monkeypatch.setattr(core, "__version__", "0.21.0")
     with pytest.warns(UserWarning, match="megatron-core 0.21.0 is newer than what was tested"):
         host.run(*ON)

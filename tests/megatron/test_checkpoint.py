@@ -50,6 +50,8 @@ CASES = {
     "decoupled sharded": replace(LLAMA, ddp=SHARDED, optimizer=decoupled),
     # Which counts no steps, and of whose state Megatron makes none to load into.
     "sgd": replace(LLAMA, optimizer={"optimizer": "sgd", "lr": 0.1}),
+    # Ranks of y have the same heads, and all ranks of x and y the same norms of queries and keys.
+    "norms of heads": replace(LLAMA, config={**LLAMA.config, "num_query_groups": 1, "qk_layernorm": True}),
     # All that is trained is split over z, so that Megatron's optimizer of all else has nothing.
     "attention alone": (attention := replace(LLAMA, frozen=("norm", "mlp", "embedding", "output"))),
     "attention alone sharded": replace(attention, ddp=SHARDED),
@@ -80,6 +82,7 @@ TAKEN = {
     "decoupled": ["112", "1212"],
     "decoupled sharded": ["112"],
     "sgd": ["112"],
+    "norms of heads": ["1212"],
     "attention alone": ["112", "1212"],
     "pipeline": ["112", "stock"],
     "predicting pipeline": ["112"],
@@ -96,6 +99,7 @@ SOME = {
     "decoupled 1212": [0],
     "decoupled sharded 112": [0],
     "sgd 112": [0],
+    "norms of heads 1212": [0],
     "attention alone 112": [0],
     "pipeline stock": [0],
     "predicting pipeline 112": [1],

@@ -49,6 +49,10 @@ WRONG = {
         [*SAMO, "--ckpt-format", "torch"],
         "--ckpt-format torch does not go with --axonn-samo: .* use torch_dist",
     ),
+    "masks-later": (
+        ["--axonn-samo", '{"sparsity": 0.9, "start_step": 4}', "--ckpt-assume-constant-structure"],
+        "--ckpt-assume-constant-structure does not go with --axonn-samo whose masks come .*; leave it out",
+    ),
     "pruned-experts": ([*SAMO, "--num-experts", "4"], "--num-experts 4 does not go with --axonn-samo: .* TED"),
     "ted-experts": (["--axonn-ted", '{"dropless": true}'], "--axonn-ted has the key dropless, .* of --num-experts"),
     "ted-tiles": (["--axonn-ted", '{"tile_size": 4}'], "--axonn-ted has the key tile_size, .* --axonn-offload-optim"),
@@ -122,7 +126,9 @@ def test_flags_become_blocks(host, monkeypatch):
 
 
 def test_what_stands_under_a_key_is_its_block(host):
-    args = host.run(*SAMO, "--use-distributed-optimizer", *NOISE)
+    args = host.run(
+        *SAMO, "--use-distributed-optimizer", *NOISE, "--ckpt-assume-constant-structure", "--num-experts", "0"
+    )
     assert args.axonn_stage == 1 and not args.use_distributed_optimizer and not args.gradient_accumulation_fusion
     assert host.components[0] == {"samo": Samo(sparsity=0.9), "gradient_noise": NoiseBlock(std=0.3)}
     args = host.run(*ON, "--axonn-gz", "2", *OFFLOAD)

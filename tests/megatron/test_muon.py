@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,9 +23,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import finalize_model_grads
 
-from axonn_plugins.hosts.megatron import checkpoint, muon
+from axonn_plugins.hosts.megatron import checkpoint, muon, process_groups
 from axonn_plugins.hosts.megatron.originals import Originals
 from axonn_plugins.hosts.megatron.settings import Settings
+from axonn_tp import layout_of
 from tests.axonn_tp.families import in_float64
 from tests.distributed import run_ranks
 from tests.matrix import thorough
@@ -52,21 +54,52 @@ CASES = {
         },
     ),
 }
+HALVES = replace(CASES["llama"], dtype=torch.bfloat16, ddp={"grad_reduce_in_fp32": True})
 GRIDS = [Settings(2, 2), Settings(2, 1, 2), Settings(1, 2, 2, layout="replicated"), Settings(1, 1, 4), Settings(4)]
 """Of which the first three are in every run."""
 
 
-def _trained(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
+def _trained(cases: dict[str, Case], halves: dict[str, Case]) -> dict[str, dict[str, Any]]:
     with in_float64():
-        return training.train_all(cases)
+        found = training.train_all(cases)
+    return found | {name: _stepped(case) for name, case in halves.items()}
+
+
+def _stepped(case: Case) -> dict[str, Any]:
+    """Float32 weights behind a step by the same gradients on any grid, or how far they are from those of one rank."""
+    found = {}
+    with _begun(case) as (model, optimizer):
+        optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            drawn = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            gradient = torch.randn(layout_of(parameter).serial_shape, generator=drawn)
+            parameter.main_grad.copy_(_part(parameter, gradient, case))
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            made = parameter.main_param.detach()
+            if case.settings is None:
+                found[name] = made.numpy().copy()
+            else:
+                found[name] = float((made - _part(parameter, torch.from_numpy(case.expected[name]), case)).abs().max())
+    return found
+
+
+def _part(parameter: torch.Tensor, whole: torch.Tensor, case: Case) -> torch.Tensor:
+    if case.settings is None:
+        return whole
+    mesh = process_groups.mesh()
+    return layout_of(parameter).shard(whole, mesh.grid, mesh.coordinates).view_as(parameter)
 
 
 @pytest.mark.parametrize(("name", "steps"), [("llama", 2), *(thorough(name, 10) for name in CASES)])
 def test_weights_are_those_of_one_rank(name: str, steps: int) -> None:
     case = replace(CASES[name], steps=steps)
-    stock = run_ranks(_trained, 1, {name: case})[0][name]
+    alone = run_ranks(_trained, 1, {name: case}, {"halves": HALVES})[0]
+    stock, halves = alone[name], HALVES.on(GRIDS[1], expected=alone["halves"])
     cases = {str(grid): case.on(grid, expected=stock["weights"]) for grid in (GRIDS if steps > 2 else GRIDS[:3])}
-    for rank in run_ranks(_trained, 4, cases):
+    for rank in run_ranks(_trained, 4, cases, {"halves": halves}):
+        # Muon then steps float32 copies of the shares.
+        assert max(rank.pop("halves").values()) < 1e-6
         for grid, found in rank.items():
             both = zip(found["losses"], stock["losses"], strict=True)
             assert max(abs(f - w) / w for f, w in both) < 1e-6, grid  # told in float32

@@ -29,7 +29,7 @@ _FEATURES = (
         "num_experts",
         "each rank counts its experts from 0, so that parameters have no names of a serial model",
         "train the model with TED under DeepSpeed, where systems of one's own see experts",
-        (),
+        (0,),  # as Megatron, which takes it for none
     ),
     Feature("gtp_weight_remat_size", "its shares of weights have no layout that a system knows", "leave it at 1", (1,)),
     Feature("use_tp_pp_dp_mapping", "ranks of a pipeline stage must be next to each other"),
@@ -191,6 +191,8 @@ def read(args: Any) -> dict[str, Block]:
     for key in blocks:
         if key not in ("pccl", "ted", "goldfish"):
             _check(key, args, (*_FEATURES, *_STATES) if key in OWNERS else _FEATURES)
+    if "samo" in blocks:
+        _check_masks(args, blocks["samo"])
     offload = blocks.get("offload_optimizer")
     if offload is not None and "coarsening" in offload.model_fields_set:
         raise ConfigError(
@@ -235,6 +237,16 @@ def _check(key: str, args: Any, features: Iterable[Feature]) -> None:
         if refused(feature, value):
             shown = feature.flag if isinstance(value, bool) else f"{feature.flag} {value}"
             raise ConfigError(f"{shown} does not go with {flag(key)}: {feature.why}; {feature.remedy}")
+
+
+def _check_masks(args: Any, block: Any) -> None:
+    """Megatron would save what its first checkpoint of the run had, without the masks that come later, and no run could go on from it."""
+    later = block.start_step > 0 or block.search is not None or block.snip is not None
+    if later and getattr(args, "ckpt_assume_constant_structure", False):
+        raise ConfigError(
+            f"--ckpt-assume-constant-structure does not go with {flag('samo')} whose masks come during training, as with start_step, early_bird or "
+            "snip: they would be in no checkpoint; leave it out"
+        )
 
 
 def _check_ted(args: Any, block: Any) -> None:

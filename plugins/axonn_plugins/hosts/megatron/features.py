@@ -178,7 +178,7 @@ FEATURES = (
 
 _MATRICES = "its matrices are not those of a grid's layers"
 MUON = (
-    Feature("num_experts", f"{_MATRICES}, of which each expert's is another", "leave it out, or use adam", ()),
+    Feature("num_experts", f"{_MATRICES}, of which each expert's is another", "leave it out, or use adam", (0,)),
     Feature(
         "use_distributed_optimizer",
         "it would share whole matrices out among data-parallel ranks, of which those of z hold shares",
@@ -226,7 +226,10 @@ EIGHT_BITS = (
         ("tensorwise",),
     ),
     Feature(
-        "num_experts", "experts are Megatron's own layers, and what they share is scaled otherwise", "leave it out", ()
+        "num_experts",
+        "experts are Megatron's own layers, and what they share is scaled otherwise",
+        "leave it out",
+        (0,),
     ),
     Feature("num_moe_experts", "experts are Megatron's own layers", "leave it out", ()),
     Feature("fp8_dot_product_attention", _ATTENTION),

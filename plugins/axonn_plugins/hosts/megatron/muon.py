@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
 from axonn_plugins.hosts.megatron import process_groups
@@ -35,6 +36,7 @@ def install(originals: Originals) -> None:
             continue
         originals.wrap(kind, "__init__", _of_whole_matrices)
         originals.wrap(kind, "orthogonalize", _whole)
+        originals.wrap(Float16OptimizerWithFloat16Params, "__init__", _with_layouts)
         if hasattr(module, "_get_param_groups"):
             originals.wrap(module, "_get_param_groups", _to_be_parted)
         return
@@ -51,6 +53,22 @@ def _of_whole_matrices(original: Callable[..., None]) -> Callable[..., None]:
             )
         # What it is given is orthogonalised as it is, and that is whole.
         original(self, *args, **{**named, mode: "blockwise"})
+
+    return init
+
+
+def _with_layouts(original: Callable[..., None]) -> Callable[..., None]:
+    """Muon is given float32 copies of weights of 16 bits, to which Megatron copies its own marks alone."""
+
+    @wraps(original)
+    def init(self: Any, *args: Any, **named: Any) -> None:
+        original(self, *args, **named)
+        for halves, copies in zip(
+            getattr(self, "float16_groups", ()), getattr(self, "fp32_from_float16_groups", ()), strict=True
+        ):
+            for half, copy in zip(halves, copies, strict=True):
+                if hasattr(half, "axonn_layout"):
+                    copy.axonn_layout = half.axonn_layout
 
     return init
 

@@ -40,6 +40,7 @@ def check_arguments(args: Any, mixers: bool = False) -> None:
     if args.optimizer == "muon":
         _check_muon(args)
     _check_sgd(args)
+    _check_local(args)
     ranks = getattr(args, "context_parallel_size", 1)
     if ranks > 1:
         _check_table(args, SHARED, f"--context-parallel-size {ranks} beside {IMPL}")
@@ -130,13 +131,25 @@ def _check_muon(args: Any) -> None:
 
 def _check_sgd(args: Any) -> None:
     """Megatron would assert it once the model is made; an optimizer of ours shares SGD's states out, too."""
-    shared = getattr(args, "use_distributed_optimizer", False) and OWNERS.isdisjoint(
-        getattr(args, "axonn_components", ())
-    )
-    if args.optimizer == "sgd" and shared and not getattr(args, "optimizer_cpu_offload", False):
+    if args.optimizer == "sgd" and _deals_out(args) and not getattr(args, "optimizer_cpu_offload", False):
         raise ConfigError(
             "--use-distributed-optimizer does not go with --optimizer sgd: Megatron's shares out states of Adam alone; leave it out, or add "
             "--axonn-offload-optimizer"
+        )
+
+
+def _deals_out(args: Any) -> bool:
+    """True if Megatron's own optimizer shares states out among data-parallel ranks."""
+    ours = not OWNERS.isdisjoint(getattr(args, "axonn_components", ()))
+    return getattr(args, "use_distributed_optimizer", False) and not ours
+
+
+def _check_local(args: Any) -> None:
+    """Megatron would say it in the first such save, of a flag that nobody gave."""
+    if getattr(args, "non_persistent_ckpt_type", None) == "local" and _deals_out(args):
+        raise ConfigError(
+            f"--non-persistent-ckpt-type local does not go with --use-distributed-optimizer beside {IMPL}: states are saved so that any grid "
+            "reads them, and Megatron keeps no local checkpoints of that kind; use global, or leave one of the two out"
         )
 
 

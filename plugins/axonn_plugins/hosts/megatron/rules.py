@@ -287,18 +287,19 @@ def _formats(args: Any) -> list[str]:
 
 def _check_rows(args: Any, settings: Settings) -> None:
     """In a torch_dist checkpoint a share over z is whole rows of a weight."""
-    if "torch_dist" not in _formats(args) or not (args.save or args.load):
+    asked = args.save or args.load or getattr(args, "pretrained_checkpoint", None)
+    if "torch_dist" not in _formats(args) or not asked:
         return
-    gx, gy, gz = settings.gx, settings.gy, settings.gz
-    both = 2 if args.swiglu else 1
+    gx, gy, gz, both = settings.gx, settings.gy, settings.gz, 2 if args.swiglu else 1
     shared = getattr(args, "moe_shared_expert_intermediate_size", None) or 0
+    words = getattr(args, "padded_vocab_size", None) or args.make_vocab_size_divisible_by * gx * gy
     for rows, what in (
         (args.hidden_size // gy, "--hidden-size by gy"),
         *((width // gx, f"{name} by gx") for name, width in attention_widths(args)),
         (both * args.ffn_hidden_size // gx, "--ffn-hidden-size by gx"),
         (both * shared // gx, "--moe-shared-expert-intermediate-size by gx"),
         *([(args.hidden_size // gx, "--hidden-size by gx")] if args.mtp_num_layers else []),
-        (args.make_vocab_size_divisible_by * gy, "--make-vocab-size-divisible-by times gy"),
+        (words // gx, "--padded-vocab-size, or --make-vocab-size-divisible-by times gx*gy, by gx"),
     ):
         if rows % gz:
             raise ConfigError(

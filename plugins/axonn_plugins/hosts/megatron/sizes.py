@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from axonn_plugins.config.base import ConfigError
@@ -23,6 +24,11 @@ def indivisible(args: Any, settings: Settings) -> str | None:
     gx, gy = settings.gx, settings.gy
     heads, hidden = args.num_attention_heads, args.hidden_size
     groups = args.num_query_groups if args.group_query_attention else heads
+    if getattr(args, "sft", False) and settings.tensor > 1 and _loses_lengths():
+        return (
+            f"--sft does not go with gx*gy = {settings.tensor} in megatron-core 0.16, whose scripts send the lengths of packed sequences in "
+            "another order than tensor ranks receive them; use 0.17 or later, or leave --axonn-gx and -gy at 1"
+        )
     if groups % gx and gx % groups:
         return f"--num-query-groups {groups} is neither a multiple of --axonn-gx {gx} nor divides it; change one of the two"
     if groups < gx and getattr(args, "attention_output_gate", False):
@@ -54,6 +60,13 @@ def indivisible(args: Any, settings: Settings) -> str | None:
         if size % by:
             return f"{flag} {size} does not divide by --axonn-{axis} {by}, which splits it; change one of the two"
     return None
+
+
+def _loses_lengths() -> bool:
+    """True of a Megatron whose `get_batch_on_this_tp_rank` sends the longest length, which no other rank receives: they read its bytes as a count."""
+    from megatron import core
+
+    return re.match(r"0\.16\b", str(getattr(core, "__version__", ""))) is not None
 
 
 def uneven_in_8_bits(args: Any, settings: Settings) -> str | None:

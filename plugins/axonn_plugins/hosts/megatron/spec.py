@@ -179,6 +179,8 @@ def _with_head_norms(module: Any) -> None:
     """Norms of queries and keys are whole, but every rank norms its own heads."""
     settings, mesh = process_groups.settings(), process_groups.mesh()
     axes = heads_over(settings, mesh, module.config.num_query_groups)
+    # Those that have the same norms in a checkpoint are all ranks of x and y, also where only those of x have other heads.
+    module.tp_group = mesh.group("model")
     for norm in (module.q_layernorm, module.k_layernorm):
         for parameter in norm.parameters() if norm is not None else ():
             sum_over_heads(parameter, "model" if len(axes) > 1 else "x")
