@@ -334,7 +334,7 @@ def share_sequences(model: nn.Module, mesh: Mesh, how: str | None = None, verify
         module.axonn_sequences = state  # type: ignore[assignment]
         # Its class becomes a subclass of the same name, so that hooks of the model see whole arguments.
         if module is not model and any(True for _ in module.children()):
-            module.register_forward_pre_hook(_enter)
+            module.register_forward_pre_hook(_enter, prepend=True)  # before what asks for the call
             module.register_forward_hook(_leave, always_call=True)
     kind = type(model)
     original = kind.forward
