@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from axonn_tp.comm.collectives import all_reduce
+from axonn_tp.comm.overlap import in_backward
 from axonn_tp.context import huggingface
 from axonn_tp.context.attention import attend
 from axonn_tp.context.calls import Call, main_input
@@ -76,7 +77,7 @@ class SharedSequences:
         if self.published is not None:
             huggingface.join_routers(self.published, model)
         self._names = [name for name in inspect.signature(model.forward).parameters]
-        self._entered: list[TorchFunctionMode | None] = []
+        self._entered: list[AbstractContextManager | None] = []
         self._counted: int | None = None
 
     def run(self, model: nn.Module, forward: Callable, inputs: tuple, keywords: dict[str, Any]) -> Any:
@@ -130,11 +131,18 @@ class SharedSequences:
 
     def whole(self, forward: Callable, model: nn.Module, inputs: tuple, keywords: dict[str, Any]) -> Any:
         """The model's output, computed on all tokens by every rank."""
+        with self._apart():
+            return forward(model, *inputs, **keywords)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
         before, self.now = self.now, None
+        self._entered.append(None)
         try:
             with sharing(None), huggingface.stock(self.published):
-                return forward(model, *inputs, **keywords)
+                yield
         finally:
+            self._entered.pop()
             self.now = before
 
     def _shares(
@@ -192,15 +200,15 @@ class SharedSequences:
             finally:
                 self._entered.pop()
 
-    # A module that is recomputed in backward, outside of the model's forward
+    # A module outside of the model's forward: recomputed in backward, or called by itself, as PEFT generates, on all tokens
 
     def enter(self) -> None:
         """A module's forward begins."""
-        outermost = not self._entered and self.now is not None
-        inside = self.active() if outermost else None
-        if inside is not None:
+        inside = None
+        if not self._entered and (self.now is not None or not in_backward()):
+            inside = self.active() if in_backward() else self._apart()
             inside.__enter__()
-        self._entered.append(inside)  # type: ignore[arg-type]
+        self._entered.append(inside)
 
     def leave(self) -> None:
         """A module's forward has ended."""
@@ -289,14 +297,8 @@ def _largest(call: Call, *args: Any, **kwargs: Any) -> Tensor:
     """The largest of whole numbers, one for each token, as of their places: by it HF's rotary positions tell how long sequences are."""
     found = torch.max(*args, **kwargs)
     given = args[0] if len(args) == 1 and not kwargs else None
-    if (
-        given is None
-        or given.dtype not in (torch.int32, torch.int64)
-        or given.dim() < 2
-        or given.shape[-1] != call.share
-    ):
-        return found
-    return all_reduce(found, call.mesh, AXIS, "max")
+    places = given is not None and given.dtype in (torch.int32, torch.int64) and given.dim() > 1
+    return all_reduce(found, call.mesh, AXIS, "max") if places and given.shape[-1] == call.share else found
 
 
 _REPLACED: dict[Any, Callable[..., Tensor]] = {
@@ -332,7 +334,7 @@ def share_sequences(model: nn.Module, mesh: Mesh, how: str | None = None, verify
         module.axonn_sequences = state  # type: ignore[assignment]
         # Its class becomes a subclass of the same name, so that hooks of the model see whole arguments.
         if module is not model and any(True for _ in module.children()):
-            module.register_forward_pre_hook(_enter)
+            module.register_forward_pre_hook(_enter, prepend=True)  # before what asks for the call
             module.register_forward_hook(_leave, always_call=True)
     kind = type(model)
     original = kind.forward

@@ -7,6 +7,7 @@ too small by it. Nothing but a layer's gather gives a shard a gradient otherwise
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 from weakref import ref
@@ -112,13 +113,14 @@ def first_read_in_shards(losses: Iterable[Tensor], model: nn.Module, experts: bo
                 layout = layout_of(parameter)
                 if layout.over_z or layout.home:
                     shards[parameter] = f"{name}.{own}" if name else own
-    found: list[str] = []
+    found: list[tuple[str, Any]] = []
     waiting = [loss.grad_fn for loss in losses if shards and loss.grad_fn is not None]
     seen: set[Any] = set(waiting)
+    first, above = set(waiting), defaultdict[Any, list[Any]](list)
     while waiting:
         node = waiting.pop()
         own = node.name()
-        if own in _READS or _by_zero(node):
+        if own in _READS:
             continue
         for after, _ in node.next_functions:
             while after is not None and own not in _OURS and after.name() in _CASTS:
@@ -126,12 +128,29 @@ def first_read_in_shards(losses: Iterable[Tensor], model: nn.Module, experts: bo
             variable = getattr(after, "variable", None)
             if variable is not None:
                 if own not in _OURS and variable in shards:
-                    found.append(shards[variable])
-            elif after is not None and after not in seen:
-                seen.add(after)
-                waiting.append(after)
+                    found.append((shards[variable], node))
+            elif after is not None:
+                above[after].append(node)
+                if after not in seen:
+                    seen.add(after)
+                    waiting.append(after)
     order = list(shards.values())
-    return min(found, key=order.index, default=None)
+    return min((name for name, node in found if _counts(node, first, above)), key=order.index, default=None)
+
+
+def _counts(node: Any, first: set[Any], above: dict[Any, list[Any]]) -> bool:
+    """True if a loss has a node's output other than times 0: of nodes above it alone saved numbers are read, which elsewhere may have to be recomputed."""
+    waiting, seen = [node], {node}
+    while waiting:
+        node = waiting.pop()
+        if _by_zero(node):
+            continue
+        if node in first:
+            return True
+        new = {each for each in above.get(node, ()) if each not in seen}
+        seen |= new
+        waiting += new
+    return False
 
 
 def _by_zero(node: Any) -> bool:

@@ -362,8 +362,36 @@ def routed_without_labels(mesh: Mesh) -> None:
     assert model(ids(), use_cache=False).logits.shape[1] == TOKENS
 
 
+class Around(nn.Module):
+    """Calls a model's forward, and beside it parts of the model, as PEFT does that generates by the model inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: Any = hf("Llama", num_hidden_layers=1).eval()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.inner(input_ids, use_cache=False).logits
+
+    def beside(self) -> list[Tensor]:
+        """Also of as many tokens as a rank's share in the forward before."""
+        shares = ids(tokens=(TOKENS + 1) // 2)
+        made = self.inner.generate(shares, max_new_tokens=2, do_sample=False, pad_token_id=0)
+        mask = torch.ones_like(shares).index_fill(1, torch.tensor([0, 1]), 0)
+        return [made, self.inner.model(shares, attention_mask=mask).last_hidden_state.detach()]
+
+
+def called_beside_its_forward(mesh: Mesh) -> None:
+    """Parts of a model that are called by themselves are given whole sequences, before and after its forward."""
+    wanted = seeded(Around).beside()
+    model = parallelize(seeded(Around), mesh)
+    for _ in range(2):
+        torch.testing.assert_close(model.beside(), wanted)
+        assert model(ids()).shape[1] == TOKENS
+
+
 def refusals() -> None:
     mesh = Mesh(Grid(gz=2, sequence=2))
+    called_beside_its_forward(mesh)
     own_losses(mesh)
     routed_without_labels(mesh)
     refused_later(mesh)

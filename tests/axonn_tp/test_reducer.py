@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import axonn_tp
 from axonn_plugins.observe.ledger import Ledger
@@ -253,6 +254,15 @@ def shards_that_losses_read(mesh: Mesh, rows: torch.Tensor) -> None:
     watch = LossWatch(model)
     for _ in range(4):
         watch.look(model(rows).square().mean() + model(rows).mean())
+    computed: list[int] = []
+
+    def noted(rows: torch.Tensor) -> torch.Tensor:
+        computed.append(1)
+        return model(rows) * rows * 2.0
+
+    unused = 0 * sum(parameter.sum() for parameter in model.parameters())
+    LossWatch(model).look(checkpoint(noted, rows, use_reentrant=False).mean() + unused)
+    assert computed == [1]  # what is in checkpoints is not recomputed to be looked at
     watch = LossWatch(model)
     watch.look(model(rows).square().mean())
     for read in (model.down.weight.square(), model.gate.weight.bfloat16().abs()):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from axonn_plugins.hosts.transformers.asking import asked
@@ -102,6 +103,8 @@ def in_one_process(
     if not kinds[key].tried and labels is not None:
         kinds[key] = refined(self, kinds[key], labels, loss, rows)
     factor = _factor(self, kinds[key], labels, readers)
+    if isinstance(factor, Tensor) and not balances(self.model):
+        found = _without_none(found, factor)
     return _times(found, factor / readers if counted else factor)
 
 
@@ -152,6 +155,13 @@ def _times(found: Any, factor: Any) -> Any:
     return found * factor if share() else found.nan_to_num() * 0
 
 
+def _without_none(found: Any, factor: Tensor) -> Any:
+    """A loss, alone or before outputs, which may be nan where the reader has no labels: its factor is 0."""
+    if isinstance(found, tuple):
+        return _without_none(found[0], factor), *found[1:]
+    return torch.where(factor == 0, found.nan_to_num(), found)
+
+
 def _factor(self: Any, kind: Kind, labels: Tensor | None, readers: int) -> Any:
     """The factor of this reader's loss in the mean of all readers'."""
     if kind.adds:
@@ -160,4 +170,4 @@ def _factor(self: Any, kind: Kind, labels: Tensor | None, readers: int) -> Any:
         return share()
     items = counted_items(labels, kind.shifts, kind.weights).double().to(self.accelerator.device)
     whole = self.accelerator.gather(items).sum()
-    return (readers * items / whole).nan_to_num()  # of one that counts nothing, none
+    return torch.where(whole == 0, 1.0, readers * items / whole)  # where nobody's count, the mean of no number

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from axonn_plugins.hosts.transformers.accelerate_patch import same
 from axonn_plugins.hosts.transformers.last_batch import share
+from axonn_tp.context.sums import current
 from axonn_tp.layers.activation import split_of
 
 _flat: bool | None = None
@@ -41,6 +42,8 @@ def _of_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if _flat is None or not module.training or dist.get_world_size() == 1:
             return original(module, given, output)
         rows, columns = given[0].shape
+        call: Any = current()  # the tokens are a share of those of whole rows, and so is their noise
+        columns = columns if call is None else call.tokens
         sizes = torch.tensor([rows if share() else 0, columns], device=output.device)
         found = [torch.empty_like(sizes) for _ in range(dist.get_world_size())]
         dist.all_gather(found, sizes)
@@ -58,6 +61,7 @@ def _of_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return output
         before = sum((of_columns if flat else of_rows)[:reader])
         own = (noise[:, before:] if flat else noise[before:])[:rows, :columns]
+        own = own if call is None else own.index_select(1, call.places.to(own.device))
         return output + own.narrow(-1, 0 if split is None else features * split.coordinates["y"], features)
 
     return neftune_post_forward_hook
