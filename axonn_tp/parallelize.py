@@ -38,6 +38,7 @@ from axonn_tp.layers.cross_entropy import CrossEntropyLoss
 from axonn_tp.layers.eager import compiler_runs, leave_to_eager, tell_uncompiled
 from axonn_tp.layers.embedding import Embedding
 from axonn_tp.layers.entry import SharedInput
+from axonn_tp.layers.exports import refuse_changed
 from axonn_tp.layers.group_norm import GroupNorm
 from axonn_tp.layers.layer_norm import LayerNorm
 from axonn_tp.layers.linear import Linear
@@ -177,6 +178,7 @@ def _watch_forward(model: nn.Module, mesh: Mesh, tuner: Tuner | None) -> None:
 
 def _enter_forward(model: nn.Module, inputs: tuple, keywords: dict[str, Any]) -> None:
     forward: _Forward = model.axonn_forward  # type: ignore[assignment]
+    refuse_changed()
     _refuse_transforms(forward.layers)
     if forward.layers and compiler_runs():
         tell_uncompiled()

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from axonn_tp.comm.collectives import all_gather
 from axonn_tp.comm.overlap import in_backward
 from axonn_tp.comm.unplanned_gradients import BINS, differing_axes, sketch
+from axonn_tp.grid.leaves import leaves_of
 from axonn_tp.grid.mesh import Mesh
 
 
@@ -57,7 +57,7 @@ class SameOnReplicas:
             return
         states = _states(self._mesh.device)
         digests = torch.tensor([zlib.crc32(state.numpy().tobytes()) for state in states], dtype=torch.float64)
-        mine = torch.cat([_sketch_of(tree_leaves(given)), digests])[None].to(self._mesh.device)
+        mine = torch.cat([_sketch_of(leaves_of(given)), digests])[None].to(self._mesh.device)
         sketches, digests = all_gather(mine, self._mesh, "model").cpu().split([BINS, len(states)], 1)
         axes = [axis for axis in differing_axes(sketches, self._mesh.size("x")) if self._mesh.size(axis) > 1]
         if axes:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,8 @@ class _Call(threading.local):
 
 
 _call = _Call()
+_handed: WeakKeyDictionary[nn.Module, dict[str, tuple[str, Tensor, int]]] = WeakKeyDictionary()
+"""Copies that `state_dict` gave: of a layer's parameters the key, what counts the changes of the copy, and their number then."""
 
 
 @torch.no_grad()
@@ -83,11 +86,48 @@ def give_whole(
                 "the shards from named_parameters()"
             )
         wholes = wholes_of(destination, mesh) if wholes is None else wholes
+        _refuse_changed(module, name)
         # Layers that share a parameter share what is made of it.
         whole = wholes.get(id(shard))
         if whole is None:
             whole = wholes[id(shard)] = whole_tensor(shard, layout, mesh).cpu()
+            _note(module, name, f"{prefix}{name}", whole)
         destination[f"{prefix}{name}"] = whole
+
+
+def _note(module: nn.Module, name: str, key: str, whole: Tensor) -> None:
+    """Note that a script was given a copy of a weight, which it may take for the weight itself.
+
+    Args:
+        module: the layer.
+        name: of its parameter.
+        key: in the state dict.
+        whole: the copy.
+    """
+    version = whole.detach().set_()  # without memory, it counts the changes of what it came from
+    _handed.setdefault(module, {})[name] = key, version, version._version
+
+
+def refuse_changed() -> None:
+    """A forward begins: what `state_dict` gave since the last one is a script's own from now on.
+
+    Raises:
+        ValueError: it was changed in place.
+    """
+    for module, given in list(_handed.items()):
+        for name in given:
+            _refuse_changed(module, name)
+    _handed.clear()
+
+
+def _refuse_changed(module: nn.Module, name: str) -> None:
+    key, version, known = _handed.get(module, {}).get(name, ("", None, 0))
+    if version is not None and version._version != known:
+        _handed.clear()
+        raise ValueError(
+            f"a tensor that state_dict() gave for {key} was changed in place, which changes a copy of a weight that is split over ranks and not the weight; "
+            "give the changed state_dict to load_state_dict, or, to average two models that are split alike, go through their parameters()"
+        )
 
 
 def wholes_of(destination: dict[str, Any], mesh: Mesh) -> Any:
@@ -120,6 +160,7 @@ def taken_shards(
         errors: gets what does not fit, in torch's words.
     """
     taken = dict(given)
+    _handed.pop(module, None)
     for name, shard in module._parameters.items():
         key = f"{prefix}{name}"
         layout = layouts.get(name)

@@ -155,7 +155,10 @@ def _counts(node: Any, first: set[Any], above: dict[Any, list[Any]]) -> bool:
 
 def _by_zero(node: Any) -> bool:
     """True if the loss has the node's inputs times 0, by which scripts have all parameters used."""
-    factor = node._saved_other if node.name() == "MulBackward0" else None
+    # What hooks keep is left alone: an activation checkpoint would compute its block again, on ranks of experts in another order each.
+    if node.name() != "MulBackward0" or getattr(node._raw_saved_other, "unpack_hook", None) is not None:
+        return False
+    factor = node._saved_other
     return isinstance(factor, Tensor) and factor.dim() == 0 and factor.device.type == "cpu" and not factor.any()
 
 

@@ -11,13 +11,13 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from axonn_tp.comm.overlap import in_backward
 from axonn_tp.comm.shard_gradients import Watch
 from axonn_tp.comm.share_gradients import refuse_other_uses
 from axonn_tp.comm.unplanned_gradients import used_on_shares
+from axonn_tp.grid.leaves import tensors_in
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.activation import UsesOnShares, uses_on_shares
 
@@ -85,8 +85,8 @@ class SharedUses:
 
     def _note_open(self, outputs: Any) -> None:
         now = _Open()
-        for tensor in tree_leaves(outputs):
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None and not in_backward():
+        for tensor in tensors_in(outputs):
+            if tensor.grad_fn is not None and not in_backward():
                 self._open.add(now)
                 tensor.register_hook(lambda gradient, now=now: self._open.discard(now))
 
@@ -108,7 +108,7 @@ def used_on_both(model: nn.Module, outputs: Any, uses: Iterable[Any]) -> str | N
         uses: nodes of the graph by which whole tensors come to shares.
     """
     uses = set(uses)
-    roots = [tensor.grad_fn for tensor in tree_leaves(outputs) if isinstance(tensor, Tensor)]
+    roots = [tensor.grad_fn for tensor in tensors_in(outputs)]
     otherwise = _leaves(roots, lambda node: node in uses)
     # What comes to a share from a layer is a share itself, if one that does not know it.
     on_shares = _leaves(uses, _of_a_layer)

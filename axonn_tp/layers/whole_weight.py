@@ -15,8 +15,13 @@ def in_place(function: Any) -> bool:
     return inside or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
-_ALIASES = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
-"""Functions that give the same memory without its history."""
+def _shares_memory(made: Any, weight: Tensor) -> bool:
+    """True if a function gave memory of the weight, as `detach`, a transpose or a row of it."""
+    return (
+        isinstance(made, Tensor)
+        and made.layout is torch.strided
+        and made.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+    )
 
 
 class WholeWeight(Tensor):
@@ -56,4 +61,4 @@ class WholeWeight(Tensor):
                     'make it outside of the forward, as after optimizer.step(), keep the layer whole ({"kind": "replicated"} in a plan), or turn it off '
                     "(config.rescale_every = 0 of RWKV, altup_coef_clip = None of Gemma 3n)"
                 )
-            return cls.of(made, weight.axonn_name) if weight is not None and function in _ALIASES else made
+            return cls.of(made, weight.axonn_name) if weight is not None and _shares_memory(made, weight) else made

@@ -69,7 +69,9 @@ def as_serial(model: nn.Module, mesh: Mesh) -> Iterator[None]:
         shards[id(module)] = dict(module._parameters)
         for name, shard in shards[id(module)].items():
             if shard is not None:
-                whole = whole_parameter(shard.detach(), layout_of(shard), mesh)
+                # `torch.func.functional_call` puts shards that know no layout in the places of the layer's own.
+                layout = module.layouts.get(name) or layout_of(shard)
+                whole = whole_parameter(shard.detach(), layout, mesh)
                 module._parameters[name] = nn.Parameter(whole, requires_grad=False)
 
     def release(module: nn.Module, inputs: Any, output: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,14 @@ from tests.matrix import thorough
 TOLERANCE = 1e-10
 
 
+@dataclass
+class Returned:
+    """What torch takes for a leaf."""
+
+    given: torch.Tensor
+    inner: torch.Tensor
+
+
 class Mixing(nn.Module):
     """Code between up and down that keeps all shapes valid on a share and computes something else there."""
 
@@ -34,8 +44,16 @@ class Mixing(nn.Module):
         self.kind = kind
         self.up, self.down, self.gate = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         h = self.up(x)
+        if self.kind in ("dataclass", "namespace", "distribution"):
+            inner = F.silu(h)
+            wrap = {
+                "dataclass": Returned,
+                "namespace": lambda x, h: SimpleNamespace(x=x, h=h),
+                "distribution": lambda x, h: (x, torch.distributions.Normal(h, 1.0)),
+            }[self.kind]
+            return wrap(self.down(inner), inner)
         between = {
             "softmax": lambda: h.softmax(-1),
             "mean": lambda: h - h.mean(-1, keepdim=True),
@@ -254,7 +272,8 @@ def test_outputs_of_known_families_equal_serial(names: list[str]) -> None:
 
 
 def test_only_what_a_share_computes_right_is_split() -> None:
-    for kind in ("softmax", "mean", "flip", "shared", "width", "gate", "good", "in place"):
+    returned = ("dataclass", "namespace", "distribution")
+    for kind in ("softmax", "mean", "flip", "shared", "width", "gate", "good", "in place", *returned):
         plan, report = auto_plan(Mixing(kind), Grid(2, 1, 1, 1))
         assert bool(plan) == (kind in ("good", "in place")), (kind, report)
 

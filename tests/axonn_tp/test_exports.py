@@ -84,6 +84,19 @@ def refused(mesh: Mesh) -> dict[str, Any]:
         "keep_vars": refusal(lambda: model.state_dict(keep_vars=True)),
         "pickle": refusal(lambda: torch.save(model, io.BytesIO())),
     }
+    # What a script changes of what it was given is a copy: of no use to the model, unless it is loaded.
+    name, ids = "transformer.h.0.mlp.c_fc.weight", torch.arange(12)[None]
+    for next_call in (lambda: model(ids), model.state_dict):
+        model.state_dict()[name].lerp_(torch.ones(()).double(), 0.5)
+        answers.setdefault("changed", []).append(refusal(next_call))
+    given = model.state_dict()
+    given[name].mul_(1)
+    model.load_state_dict(given)
+    answers["loaded"] = refusal(lambda: model(ids))
+    model.state_dict()
+    model(ids)
+    given[name].mul_(2)
+    answers["later"] = refusal(lambda: model(ids))
     started = time.monotonic()
     meeting.SECONDS = 3.0
     if dist.get_rank() == 0:
@@ -121,6 +134,8 @@ def test_refused(ranks: list[dict[str, Any]]) -> None:
         assert "size mismatch for transformer.wte.weight" in found["shards"] and "whole tensors" in found["shards"]
         assert one_sentence(found["keep_vars"]) and "transformer.wte.weight" in found["keep_vars"]
         assert one_sentence(found["pickle"]) and "state_dict()" in found["pickle"]
+        assert all(one_sentence(text) and "h.0.mlp.c_fc.weight was changed" in text for text in found["changed"])
+        assert found["loaded"] == found["later"] == "went through"
         # Called on one rank, as under `if rank == 0`, it neither hangs nor keeps the ranks from a later call.
         if rank == 0:
             assert one_sentence(found["alone"]) and "on every rank" in found["alone"]

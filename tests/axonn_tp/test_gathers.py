@@ -249,10 +249,12 @@ class Tied(nn.Module):
 class Clamping(Tied):
     """Changes a weight in its forward, as models do whose weights are to be positive."""
 
-    limit = 9.0
+    limit, row = 9.0, False
 
     def forward(self, x: Tensor) -> Tensor:
         assert (x @ self.layer.weight.t()).shape == self.layer(x).shape
+        if self.row:
+            self.layer.weight.data[0].zero_()
         self.layer.weight.data.clamp_(-self.limit, self.limit)
         return self.layer(x)
 
@@ -267,9 +269,10 @@ def shapes() -> list[tuple[int, ...]]:
     other(torch.randn(2, 4))
     clamping: Any = axonn_tp.parallelize(Clamping(nn.Linear(4, 6)), mesh)
     clamping(torch.randn(2, 4))
-    clamping.limit = 0.01
-    with pytest.raises(ValueError, match="changes the weight of layer layer, which is split"):
-        clamping(torch.randn(2, 4))
+    for limit, row in ((0.01, False), (9.0, True)):
+        clamping.limit, clamping.row = limit, row
+        with pytest.raises(ValueError, match="changes the weight of layer layer, which is split"):
+            clamping(torch.randn(2, 4))
     return found
 
 

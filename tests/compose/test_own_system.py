@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from axonn_plugins.config import ConfigError, parse
 from axonn_plugins.hosts.plain import compose
@@ -36,6 +40,33 @@ def plain(case: Case) -> Any:
     return losses, norms, *serial_run(case, made.mesh.grid.batch)
 
 
+def kinds(model: nn.Module) -> list[dict[str, Any]]:
+    """Groups as scripts make them: what is no matrix is not decayed."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    return [{"params": matrices, "weight_decay": 0.2}, {"params": rest, "weight_decay": 0.0, "lr": 3e-2}]
+
+
+def grouped(case: Case) -> list[float]:
+    """Largest differences from one process, of weights that were trained in groups with options of their own; and what is refused."""
+    torch.manual_seed(1)
+    serial = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    model, other = copy.deepcopy(serial), copy.deepcopy(serial)
+    optimizer = torch.optim.AdamW(kinds(serial), lr=1e-2)
+    with pytest.raises(ConfigError, match="compose was given 4 parameters that are not the model's"):
+        compose(model, partial(torch.optim.AdamW, lr=1e-2), case.block, parameters=other.parameters())
+    made = compose(model, partial(torch.optim.AdamW, lr=1e-2), case.block, stage=case.stage, parameters=kinds(model))
+    for _ in range(3):
+        batch = torch.randn(4, 4, dtype=torch.float64)
+        serial(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        made.backward(made.model(made.mesh.shard_batch(batch)).square().mean())
+        made.step()
+    found = made.model.state_dict()
+    return [(found[name] - whole).abs().max().item() for name, whole in serial.state_dict().items()]
+
+
 def runs(every: bool) -> dict[str, Any]:
     ready(staged=True)
     found = {}
@@ -46,12 +77,15 @@ def runs(every: bool) -> dict[str, Any]:
                 found[f"{host}, {name}"] = attempt(trained, case)
     staged = Case(NOISE | {"tensor_parallel": {"gx": 2, "plan": "auto"}}, 1, stages=2, tied=True)
     found["DeepSpeed, pipeline"] = attempt(run, staged)
+    found["groups"] = attempt(grouped, Case({"tensor_parallel": {"gx": 2, "gy": 1, "gz": 2, "plan": "auto"}}, 1))
     return found
 
 
 @pytest.mark.parametrize("every", [False, thorough(True)])
 def test_trains_as_one_process_does(every: bool) -> None:
     found = run_ranks(runs, 4, every)[0]
+    groups = found.pop("groups")
+    assert not isinstance(groups, str) and max(groups) < 1e-10, groups
     assert len(found) == (8 if every else 4)
     for name, result in found.items():
         assert not isinstance(result, str), f"{name}: {result}"

@@ -172,6 +172,22 @@ def test_a_recomputation_communicates_nothing(every: bool) -> None:
             assert alike == {key: number for key, number in found["none"].items() if key[0] == kind}
 
 
+def over_z() -> float:
+    """Largest difference of losses from one process, where weights of checkpointed blocks are gathered over z, ahead of their layers."""
+    model = mixture("Mixtral")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    engine = start({"tensor_parallel": {"gx": 1, "gy": 1, "gz": 2, "plan": "auto"}, "ted": {"expert": 2}}, 0, model)
+    engine.train()
+    losses, (expected, _) = train(engine, range(STEPS)), serial_losses(2, "Mixtral")
+    engine.destroy()
+    return max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+
+
+def test_a_recomputation_gathers_weights_over_z() -> None:
+    serial_losses(2, "Mixtral")
+    assert max(run_ranks(over_z, 2)) < 1e-8
+
+
 def halves(blocks: dict[str, Any]) -> dict[str, list[float]]:
     """Losses in bfloat16, of a stock engine and of ours."""
     found = {}

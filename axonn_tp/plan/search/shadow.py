@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from axonn_tp.grid.leaves import tensors_in
 from axonn_tp.layers.linear_split import features
 from axonn_tp.plan.counted_attributes import local_counts
 from axonn_tp.plan.own_faults import let_out
@@ -303,7 +304,7 @@ class Shadow:
             stack.callback(self._settle)
             outputs = self.modules[name](*args, **keywords)
             self.drew = not torch.equal(before, torch.get_rng_state())
-        return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        return tensors_in(outputs)
 
     def _settle(self) -> None:
         self._made = self._buffers.settle()

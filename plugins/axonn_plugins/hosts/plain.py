@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from axonn_plugins.hosts.common.goldfish import LabelMask, Weight
 from axonn_plugins.hosts.common.portable import PortableState
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options, refuse_keys_of_deepspeed
 from axonn_plugins.observe.timeline.steps import asked, step_asked, step_begins, step_ended
+from axonn_plugins.optim.parameters import named_groups
 from axonn_tp import Grid, Mesh, layout_of, parallelize
 from axonn_tp.checkpoint import CheckpointError, Saving
 from axonn_tp.checkpoint.dealt import DealtNames, still_here
@@ -216,6 +217,7 @@ def compose(
     stage: int = 0,
     max_norm: float | None = None,
     loss_scale: float | str | None = None,
+    parameters: Iterable[Any] | None = None,
 ) -> Run:
     """Have a model obey the block; every rank calls it.
 
@@ -226,6 +228,8 @@ def compose(
         stage: of ZeRO, 0, 1 or 2.
         max_norm: largest norm of the gradient.
         loss_scale: of `samo.Optimizer`.
+        parameters: what the optimizer has, of the serial model, as torch's optimizers take it: groups with options of their own, or
+            parameters; None: all that is trained.
 
     Raises:
         ConfigError: the first mistake, in one sentence.
@@ -233,12 +237,15 @@ def compose(
     if "samo" in block:
         samo.absorb(model)
     problem, found, trained = None, config.parse({}), [p for p in model.parameters() if p.requires_grad]
+    groups, _ = named_groups(trained if parameters is None else parameters)
     mask: LabelMask | None = None
     try:
         found = config.parse(block)
         pairs.check(found)
         _refuse(found)
         found.require_gather(stage)
+        if odd := {p for group in groups for p in group["params"]} - set(model.parameters()):
+            raise ConfigError(f"compose was given {len(odd)} parameters that are not the model's; give the model's own")
         if asked():
             step_asked()
         mask = None if found.goldfish is None else LabelMask(found.goldfish, model)
@@ -258,9 +265,8 @@ def compose(
         _mask_labels(model, mask, mesh)
     run._composition = Composition(found, stage, run)
     names = run.serial_names()
-    trained = still_here(trained)
-    settings = run._composition.settings(set(trained), names)
-    groups = [{"params": [(names[parameter], parameter) for parameter in trained]}]
+    groups = [{**g, "params": [(names[p], p) for p in g["params"]]} for g in still_here(groups)]
+    settings = run._composition.settings({p for g in groups for _, p in g["params"] if p.requires_grad}, names)
     try:
         run.optimizer = samo.Optimizer(factory, groups, max_norm=max_norm, loss_scale=loss_scale, **settings)
     except ValueError as error:

@@ -20,7 +20,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.utils import groups
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from axonn_plugins import __version__
 from axonn_plugins.config import Axonn, ConfigError, TensorParallel
@@ -64,6 +63,7 @@ from axonn_tp import (
 )
 from axonn_tp.comm.gradients import keep_sums
 from axonn_tp.compiled.refusals import check_compiled
+from axonn_tp.grid.leaves import tensors_in
 from axonn_tp.layers.activation import Activation
 from axonn_tp.layers.loss_watch import LossWatch, OfExperts
 
@@ -287,7 +287,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         if self._summed:
             raise ConfigError(
                 f"engine.backward was called a second time before engine.step(), and the outputs of {type(self.module).__name__} are no tensor, tuple, "
-                "list or dictionary, in which the second pass would have been seen; return one of these, or add the losses up"
+                "list, dictionary or dataclass, in which the second pass would have been seen; return one of these, or add the losses up"
             )
         sync_gradients(self.module.parameters(), self.mesh, divisor=divisor(self.gradient_average, self.mesh.grid))
         self._summed = True
@@ -307,8 +307,8 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
             outputs = super().forward(*inputs, **keywords)
         if self.module.training and torch.is_grad_enabled():
             self._replicas.watch(outputs)
-        for output in [] if self._owns else tree_leaves(outputs):
-            if isinstance(output, Tensor) and output.requires_grad:
+        for output in [] if self._owns else tensors_in(outputs):
+            if output.requires_grad:
                 output.register_hook(self._pass_begins)
         return outputs
 

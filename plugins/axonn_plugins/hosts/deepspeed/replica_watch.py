@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.common import digests, replicas
@@ -26,6 +25,7 @@ from axonn_plugins.hosts.common.agreement import on_ranks
 from axonn_plugins.hosts.common.digests import GENERATORS, Sketch
 from axonn_tp import Grid, Mesh, layout_of
 from axonn_tp.comm.same_on_replicas import leave_to_host
+from axonn_tp.grid.leaves import tensors_in
 from axonn_tp.layers.weight import SplitWeight
 
 _AXES = ("x", "y", "z", "data")
@@ -149,8 +149,8 @@ class ReplicaWatch:
         """Compare the model's outputs, and their gradients when backward brings them."""
         self.computed(outputs, "model's outputs")
         if self.mesh.size("model") > 1 and self.due:
-            for value in tree_leaves(outputs):
-                if isinstance(value, Tensor) and value.requires_grad:
+            for value in tensors_in(outputs):
+                if value.requires_grad:
                     value.register_hook(lambda gradient: self.computed(gradient, "gradients of the model's outputs"))
 
     def computed(self, values: Any, what: str) -> None:
@@ -161,7 +161,7 @@ class ReplicaWatch:
         """
         if self.mesh.size("model") == 1 or not self.due:
             return
-        found = [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.is_floating_point()]
+        found = [value for value in tensors_in(values) if value.is_floating_point()]
         cards = self._exchange(
             torch.stack([digests.digest(value).to(self.mesh.device) for value in found] or [self._none()])
         )

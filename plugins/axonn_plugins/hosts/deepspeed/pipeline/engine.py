@@ -130,6 +130,8 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
             self._replicas = ReplicaWatch(self.mesh, model, every, broadcast, stage=True)
         keep = self._ted is not None and self._ted.communication_aware_checkpointing
         self._stashes = Stashes(self._ted.stash) if self._ted is not None and keep else None
+        if self._stashes is not None:
+            self._stashes.leave_weights(self.mesh)
         keywords["mpu"] = model.mpu()
         super().__init__(args, model, optimizer, *rest, config_class=config_class, **keywords)
         engines.add(self)

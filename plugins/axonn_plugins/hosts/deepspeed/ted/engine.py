@@ -115,6 +115,8 @@ class TedEngine(TedCheckpoints, AxonnEngine):
 
     def _apply_split(self, model: nn.Module, split: MeshSplit) -> None:  # type: ignore[override]
         self.mesh = self._make_mesh(grid_for(self._axonn, dist.get_world_size()))
+        if self._stashes is not None:
+            self._stashes.leave_weights(self.mesh)
         replicas.align_random_state(self.mesh)
         self.groups = apply_split(model, self.mesh, self._ted, split, options(self._axonn))
         if self.groups is not None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch.utils.checkpoint as of_torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as of_deepspeed
 
+from axonn_tp import Mesh
 from ted_moe import Stash, Stashing
 from ted_moe.stash import Place
 
@@ -30,7 +31,12 @@ class Stashes:
     def __init__(self, place: Place) -> None:
         _exchange()
         self.place = place
+        self.leave: tuple[str, ...] = ()
         self._live: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def leave_weights(self, mesh: Mesh) -> None:
+        """Have weights gathered again: over z that is ahead of their layers, in another order in a recomputation."""
+        self.leave = (mesh.group("z").group_name,) if mesh.size("z") > 1 else ()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -48,7 +54,7 @@ class Stashes:
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function of a checkpoint."""
-        stashing = Stashing(function, self.place)
+        stashing = Stashing(function, self.place, self.leave)
         self._live.add(stashing)
         return stashing
 
@@ -63,7 +69,7 @@ class Stashes:
 
     def contexts(self) -> tuple[Any, Any]:
         """Contexts of a checkpoint that is not reentrant; torch keeps them as long as the recomputation may come."""
-        stash = Stash(self.place)
+        stash = Stash(self.place, self.leave)
         first, again = stash.contexts()
         self._live.add(stash)
         return first, again
