@@ -297,8 +297,9 @@ def _largest(call: Call, *args: Any, **kwargs: Any) -> Tensor:
     """The largest of whole numbers, one for each token, as of their places: by it HF's rotary positions tell how long sequences are."""
     found = torch.max(*args, **kwargs)
     given = args[0] if len(args) == 1 and not kwargs else None
-    places = given is not None and given.dtype in (torch.int32, torch.int64) and given.dim() > 1
-    return all_reduce(found, call.mesh, AXIS, "max") if places and given.shape[-1] == call.share else found
+    if given is None or given.dtype not in (torch.int32, torch.int64) or given.dim() < 2:
+        return found
+    return all_reduce(found, call.mesh, AXIS, "max") if given.shape[-1] == call.share else found
 
 
 _REPLACED: dict[Any, Callable[..., Tensor]] = {

@@ -104,7 +104,8 @@ def _note(module: nn.Module, name: str, key: str, whole: Tensor) -> None:
         key: in the state dict.
         whole: the copy.
     """
-    version = whole.detach().set_()  # without memory, it counts the changes of what it came from
+    version: Any = whole.detach()
+    version.set_()  # without memory, it counts the changes of what it came from
     _handed.setdefault(module, {})[name] = key, version, version._version
 
 

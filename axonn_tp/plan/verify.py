@@ -70,7 +70,8 @@ def as_serial(model: nn.Module, mesh: Mesh) -> Iterator[None]:
         for name, shard in shards[id(module)].items():
             if shard is not None:
                 # `torch.func.functional_call` puts shards that know no layout in the places of the layer's own.
-                layout = module.layouts.get(name) or layout_of(shard)
+                layouts: Any = module.layouts
+                layout = layouts.get(name) or layout_of(shard)
                 whole = whole_parameter(shard.detach(), layout, mesh)
                 module._parameters[name] = nn.Parameter(whole, requires_grad=False)
 
