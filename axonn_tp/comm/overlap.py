@@ -264,11 +264,13 @@ class Gathers:
 
     def source(self, layer: GatheredLayer) -> Tensor:
         """The shard that the layer's last block was made of."""
-        return layer._shard().detach() if self.mesh.size("z") == 1 else self._sources[layer][0]
+        kept = self._sources.get(layer)
+        return layer._shard().detach() if kept is None else kept[0]
 
     def release(self, layer: GatheredLayer) -> None:
-        """The layer's backward is done: what was kept for its recomputation may go."""
+        """The layer's backward is done: what was kept for its recomputation may go, and nothing else than the parameter has its memory."""
         self._kept.pop(layer, None)
+        self._sources.pop(layer, None)
 
     def _start_successors(self, phase: str, after: GatheredLayer | None) -> None:
         """Start the next gather of the layers that followed last time; where weights stay until backward, several."""

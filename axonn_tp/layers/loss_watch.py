@@ -13,6 +13,7 @@ from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from axonn_tp.comm.shard_gradients import read_in_shards
 from axonn_tp.grid.layout import layout_of
@@ -159,7 +160,10 @@ def _by_zero(node: Any) -> bool:
     if node.name() != "MulBackward0" or getattr(node._raw_saved_other, "unpack_hook", None) is not None:
         return False
     factor = node._saved_other
-    return isinstance(factor, Tensor) and factor.dim() == 0 and factor.device.type == "cpu" and not factor.any()
+    if not isinstance(factor, Tensor) or factor.dim() or factor.device.type != "cpu":
+        return False
+    with _disable_current_modes():  # which are given a number of Python's for it
+        return not factor.any()
 
 
 def first_not_summed(losses: Iterable[Tensor], model: nn.Module) -> str | None:

@@ -20,6 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 _SLOTS, _REDUCER = "plugins/axonn_plugins/optim/tiles.py", "plugins/axonn_plugins/optim/reducer.py"
+_GATHERING = "plugins/axonn_plugins/optim/gathering.py"
 _OVERLAP, _ATTENTION = "axonn_tp/comm/overlap.py", "axonn_tp/context/attention.py"
 _TRAVEL = "axonn_tp/context/travel.py"
 _DEVICE, _BUCKETED = (
@@ -229,7 +230,8 @@ MUTATIONS = [
         "plugins/axonn_plugins/optim/access.py", "settle([store.device] if store.host else [])", "pass", ("states",)
     ),
     # Gradients that are summed
-    Mutation(_REDUCER, "        handle.wait()\n        for entry", "        for entry", ("states",)),
+    Mutation(_GATHERING, "        self.handle.wait()\n", "", ("states",)),
+    Mutation("plugins/axonn_plugins/optim/gradients.py", "        handle.wait()\n", "", ("states",)),
     Mutation(_REDUCER, "            self.handle.wait()", "            pass", ("states", "pruned")),
     Mutation(_REDUCER, "        self._wait()\n        return said", "        return said", ("states", "pruned")),
     Mutation(
@@ -279,9 +281,8 @@ MUTATIONS = [
         for file, old, cases in (
             ("samo/selection.py", "dist.all_reduce(counts, group=shards.group)", ("composed",)),
             ("axonn_tp/grid/distribute.py", 'dist.broadcast(whole, group=mesh.group("grid"), group_src=0)', ("grids",)),
-            ("plugins/axonn_plugins/optim/gradients.py", "dist.all_reduce(summed, group=group)", ("states",)),
             (
-                _REDUCER,
+                _GATHERING,
                 "dist.all_gather_into_tensor(whole, share.contiguous(), group=bucket.process_group)",
                 ("states",),
             ),

@@ -191,6 +191,7 @@ NOT_ASKED_OF_A_DEVICE = {
     "axonn_tp/checkpoint/ranks.py": "the same",
     "axonn_tp/grid/distribute.py": "buffers, once before training; parameters are mutated",
     "plugins/axonn_plugins/hosts/deepspeed/pipeline/ties.py": "weights of a loss_fn, in a checkpoint; those of tied layers are mutated",
+    "plugins/axonn_plugins/hosts/deepspeed/pipeline/losses.py": "losses of microbatches that are not reduced, in no case; the others are mutated",
     "plugins/axonn_plugins/pipeline/lead.py": "gloo's group",
     "plugins/axonn_plugins/hosts/lightning/streams.py": "readers' first batches, before training",
     "plugins/axonn_plugins/hosts/megatron/parameters.py": "weights of experts, once before training",

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import samo
+from axonn_plugins.hosts.plain import compose
 from axonn_plugins.optim import arriving
 from axonn_plugins.optim.arriving import Arriving, expect, nobody_else_reads
 from tests.distributed import run_ranks
@@ -129,12 +130,32 @@ def aliased() -> tuple[bool, int]:
     return behind[0] == ahead[0], ahead[1][2]
 
 
+def on_grid(**sizes: int) -> tuple[list[list[float]], int, int]:
+    """Losses and weights of a split model, gathered behind the step and ahead; gathers of a step, and how many were not waited for."""
+    results, begun = [], 0
+    for ahead in (False, True):
+        torch.manual_seed(0)
+        model = Net().double()
+        block = {"tensor_parallel": sizes, "overlap_param_gather": ahead}
+        run = compose(model, lambda groups: torch.optim.AdamW(groups, lr=1e-2), block, stage=1)
+        found = []
+        for number in range(STEPS):
+            reader = 10 * number + run.mesh.rank("batch")
+            loss = model(torch.randint(13, (2, 5), generator=torch.Generator().manual_seed(reader)))
+            run.backward(loss)
+            run.step()
+            begun = len(arriving._UNDER_WAY)
+            found.append(loss.item())
+        results.append([*found, *(parameter.sum().item() for parameter in model.parameters())])
+    return results, sum(bucket.sharded for store in run.optimizer.stores for bucket in store.buckets), begun
+
+
 def on_ranks() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, read in (LEAVE | TAKE).items():
         behind, ahead = train(read, False), train(read, True)
         found[name] = repr(behind[0]) == repr(ahead[0]), behind[1], ahead[1]
-    return found | {"views": aliased()}
+    return found | {"views": aliased(), "x": on_grid(gx=2), "z": on_grid(gz=2)}
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +170,13 @@ def test_whoever_reads_sees_the_gathered_weights(ranks: list[dict[str, Any]], na
         assert same and not any(behind)
         assert min(ahead[::2]) > 3, "nothing was on its way"
         assert ahead[1::2] == (ahead[::2] if name in LEAVE else [0] * STEPS)
+
+
+@pytest.mark.parametrize("axis", ["x", "z"])
+def test_shards_are_gathered_ahead_as_well(ranks: list[dict[str, Any]], axis: str) -> None:
+    for rank in ranks:
+        (behind, ahead), gathers, begun = rank[axis]
+        assert behind == ahead and begun == gathers > 0
 
 
 def test_views_that_a_script_keeps_are_waited_for(ranks: list[dict[str, Any]]) -> None:
