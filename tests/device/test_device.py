@@ -158,6 +158,7 @@ NOT_ON_A_DEVICE = {
     "self.pending.wait()": "threads of a wire that cannot be asked: gloo",
     "pending.wait()": "the same, and the wait of `Incoming.take`, which is mutated",
     "(self.send if forth == (self._own == link) else self.receive)(byte, other, channel).wait()": "whether links connect: test_ordered.py",
+    "here.wait_stream(self._stream)": "no case uses a weight that is gathered ahead first on another stream than the step's",
     "torch.cuda.current_stream().synchronize()": "MPI, which needs a library that knows CUDA",
 }
 

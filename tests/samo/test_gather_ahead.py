@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -239,6 +240,14 @@ def test_copies_are_no_parameters_on_their_way() -> None:
     parameter, said = on_its_way()
     copied = copy.deepcopy(parameter)
     assert type(copied) is nn.Parameter and bool((copied == 1).all()) and said == ["landed"]
+
+
+def test_nothing_is_on_its_way_into_a_child() -> None:
+    parameter, said = on_its_way()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if said == ["landed"] and type(parameter) is nn.Parameter else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_one_thread_lands_what_two_use() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -72,6 +73,9 @@ class Expected:
     def __init__(self, parameters: Sequence[nn.Parameter], land: Callable[[], None]) -> None:
         self._parameters: Sequence[Any] = parameters
         self._land = land
+        device = parameters[0].device
+        self._streams: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._stream = None if self._streams is None else self._streams.current_stream(device)
 
     def finish(self) -> None:
         """Wait for the values, unless that is done."""
@@ -85,12 +89,22 @@ class Expected:
                 _disable_current_modes(),
                 torch.no_grad(),
             ):
-                self._land()
+                self._land_in_order()
             for parameter in self._parameters:
                 parameter.__class__ = nn.Parameter
                 del parameter._expected
             _UNDER_WAY.remove(self)
             _look_at_calls()
+
+    def _land_in_order(self) -> None:
+        """On the stream of the step, whose later work is behind it, though another one may use a value first."""
+        if self._stream is None:
+            self._land()
+            return
+        here = self._streams.current_stream(self._parameters[0].device)
+        with self._streams.stream(self._stream):
+            self._land()
+        here.wait_stream(self._stream)
 
 
 def nobody_else_reads(parameters: Sequence[Tensor]) -> bool:
@@ -153,6 +167,10 @@ eager_transforms._wrap_for_grad = _wrap_for_grad
 
 @atexit.register
 def _finish_all() -> None:
-    """Other ranks may still wait for what this one sends."""
+    """At the end of the process, as other ranks may still wait for what this one sends; and before a fork, as nothing arrives in a child."""
     for one in list(_UNDER_WAY):
         one.finish()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_finish_all)
