@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -93,6 +94,7 @@ class Expected:
             for parameter in self._parameters:
                 parameter.__class__ = nn.Parameter
                 del parameter._expected
+            del self._land  # and what it held
             _UNDER_WAY.remove(self)
             _look_at_calls()
 
@@ -130,6 +132,7 @@ def expect(parameters: Sequence[nn.Parameter], land: Callable[[], None]) -> Expe
         parameters: of which `nobody_else_reads`.
         land: waits for their values, and writes them.
     """
+    _arm()
     one = Expected(parameters, land)
     with _LOCK:
         _UNDER_WAY.append(one)
@@ -155,22 +158,22 @@ def _called(module: nn.Module, inputs: Any) -> None:
             parameter._expected.finish()
 
 
-def _wrap_for_grad(tensor: Tensor, level: int, wrap: Any = eager_transforms._wrap_for_grad) -> Any:
-    """Make an input of torch.func's transforms of gradients, which do not ask."""
-    if type(tensor) is Arriving:
-        tensor._expected.finish()
-    return wrap(tensor, level)
-
-
-eager_transforms._wrap_for_grad = _wrap_for_grad
-
-
-@atexit.register
 def _finish_all() -> None:
-    """At the end of the process, as other ranks may still wait for what this one sends; and before a fork, as nothing arrives in a child."""
     for one in list(_UNDER_WAY):
         one.finish()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_finish_all)
+@cache
+def _arm() -> None:
+    """See, once something is on its way, to those who do not ask."""
+    wrap = eager_transforms._wrap_for_grad
+
+    def wrap_for_grad(tensor: Tensor, level: int) -> Any:
+        if type(tensor) is Arriving:
+            tensor._expected.finish()
+        return wrap(tensor, level)
+
+    eager_transforms._wrap_for_grad = wrap_for_grad  # of torch.func's transforms of gradients
+    atexit.register(_finish_all)  # other ranks may still wait for what this one sends
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=_finish_all)  # nothing arrives in a child
