@@ -1,5 +1,6 @@
 """TED: mixtures of experts under tensor × expert × data parallelism (000, chapter 7)."""
 
+from ted_moe.gradients import GradientReducer as GradientReducer
 from ted_moe.gradients import sync_gradients as sync_gradients
 from ted_moe.moe import MoE as MoE
 from ted_moe.stash import Stash as Stash

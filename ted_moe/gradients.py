@@ -1,8 +1,8 @@
-"""Gradient sums of a model with experts, for plain PyTorch loops."""
+"""Gradient sums of a model with experts, for plain PyTorch loops: behind backward, or while it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from axonn_tp.comm.clipping import largest_of, measure_whole, power
 from axonn_tp.comm.gradients import sum_gradients_once
+from axonn_tp.comm.reducer import BucketReducer, check_bytes
 from ted_moe.topology import Groups
 
 
@@ -29,6 +30,37 @@ def sync_gradients(parameters: Iterable[nn.Parameter], groups: Groups) -> None:
     sum_gradients_once(parameters, lambda parameter: (groups, _axis(parameter)), groups.size("data"))
     if groups.size("block") > 1:
         measure_whole(parameters, groups, _whole_norm)
+
+
+class GradientReducer(BucketReducer):
+    """`sync_gradients` while backward runs, in buckets: ``loss.backward(); reducer.finish()``, as `axonn_tp.GradientReducer`.
+
+    Sums go over groups of their own, so that they are under way beside all-to-alls of tokens.
+
+    Args:
+        parameters: see `sync_gradients`.
+        groups: the process groups; every rank makes two more.
+        bucket_bytes: see `axonn_tp.GradientReducer`.
+
+    Attributes:
+        groups: those of the sums.
+
+    Raises:
+        ValueError: `bucket_bytes` is less than 1.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], groups: Groups, bucket_bytes: int | None = None) -> None:
+        check_bytes(bucket_bytes)
+        self.groups = own = groups.apart(("data", "expert_data"))
+        parameters = list(parameters)
+        device = parameters[0].device if parameters else torch.device("cpu")
+        if own.size("data") > 1:
+            device = own.sender("data", device)
+        super().__init__(parameters, lambda p: (own, _axis(p)), own.size("data"), device, bucket_bytes)
+
+    def _complete(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self.groups.size("block") > 1:
+            measure_whole(parameters, self.groups, _whole_norm)
 
 
 @torch.no_grad()

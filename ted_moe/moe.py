@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from axonn_tp.comm.clipping import measure_alike
 from axonn_tp.comm.collectives import gather_from, gather_to, scatter_from, split_to
 from axonn_tp.context.sums import Tokens, current, of_all, sharing
 from axonn_tp.grid.mesh import Axes, Mesh
@@ -24,6 +25,9 @@ from ted_moe.experts import plan_expert, split_expert
 from ted_moe.gating import Gate, Routes, number_of, routes_to, same_on_replicas
 from ted_moe.grouped import run, run_each
 from ted_moe.topology import Groups
+
+_MARKS = ("allreduce", "group_name", "ted_split", "tensor_model_parallel")
+"""Attributes that decide over which ranks a parameter's gradient is summed, and how norms count it."""
 
 
 class MoE(nn.Module):
@@ -120,6 +124,16 @@ class MoE(nn.Module):
         if use_residual:
             self.mlp, self.coefficient = expert, nn.Linear(hidden_size, 2)
         self._spread(groups, duplicate_token_dropping, fused)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
+        """A copy, whose gradients are summed and measured as this layer's are; torch's copies of parameters lose their marks."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for parameter, copied in zip(self.parameters(), made.parameters(), strict=True):
+            vars(copied).update({mark: value for mark, value in vars(parameter).items() if mark in _MARKS})
+            measure_alike(parameter, copied)
+        return made
 
     def _spread(
         self, groups: Groups | None, duplicate_token_dropping: bool, fused: bool, already_split: bool = False

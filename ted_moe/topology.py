@@ -12,7 +12,8 @@ G_expert · G_data^exp = G.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -157,25 +158,38 @@ class Groups:
         self.mixtures: dict[int, str] = {}
         self.enrol(BACKWARD)
         self.meet: Callable[[int], None] | None = None
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        if dist.group.WORLD is not None:
-            made[tuple(range(topology.world * stages))] = dist.group.WORLD
         # A block that is one tensor or expert group needs none of its own.
         alike = next((axis for axis in ("tensor", "expert") if self.size(axis) == topology.block), "block")
         wanted = [axis for axis in AXES if axis not in self._groups and (axis != "block" or alike == "block")]
-        for axis in wanted:
-            find = getattr(topology, f"{axis}_group")
-            of_stage = sorted({tuple(find(rank)) for rank in range(topology.world)})
-            for stage in range(stages):
-                for group in (tuple(rank + stage * topology.world for rank in ranks) for ranks in of_stage):
+        world = {} if dist.group.WORLD is None else {tuple(range(topology.world * stages)): dist.group.WORLD}
+        self._groups |= self._make(wanted, world)
+        if alike in self._groups:
+            self._groups["block"] = self._groups[alike]
+
+    def _make(
+        self, axes: Iterable[str], made: dict[tuple[int, ...], dist.ProcessGroup]
+    ) -> dict[str, dist.ProcessGroup]:
+        """This rank's groups along axes, of more than one rank; one for the same ranks, and none where one was `made`."""
+        world = self.topology.world
+        for axis in axes:
+            find = getattr(self.topology, f"{axis}_group")
+            of_stage = sorted({tuple(find(rank)) for rank in range(world)})
+            for first in range(0, dist.get_world_size(), world):
+                for group in (tuple(first + rank for rank in ranks) for ranks in of_stage):
                     if group not in made and len(group) > 1:
                         with timeout_of_world():
                             made[group] = dist.new_group(list(group))
-            mine = made.get(tuple(self.ranks(axis)))
-            if mine is not None:
-                self._groups[axis] = mine
-        if alike in self._groups:
-            self._groups["block"] = self._groups[alike]
+        mine = {axis: made.get(tuple(self.ranks(axis))) for axis in axes}
+        return {axis: group for axis, group in mine.items() if group is not None}
+
+    def apart(self, axes: Iterable[str]) -> Groups:
+        """The same with groups of their own along some axes, for what is under way beside exchanges of tokens; every rank calls it.
+
+        Where two calls share a group all ranks must make them in one order.
+        """
+        other = copy(self)
+        other._groups = {**self._groups, **self._make(tuple(axes), {})}
+        return other
 
     def __deepcopy__(self, memo: dict) -> Groups:
         """Copies of a model share the groups: these cannot be copied."""

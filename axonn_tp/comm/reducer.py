@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,38 +57,43 @@ class _Bucket:
     present: list[bool] = field(default_factory=list)
 
 
-class GradientReducer:
-    """Sums gradients over the ranks that read other tokens while backward runs; the gradients of `sync_gradients`.
-
-    ``loss.backward(); reducer.finish()`` takes the place of ``loss.backward(); sync_gradients(...)``. Of several backward
-    passes that make one step, all but the last run in `no_sync`. Where the plan keeps layers whole that some ranks may not call (``"replicated"``), and z
-    splits others, sums begin in `finish`. A gradient that is there already, as where
-    ``zero_grad`` was not called, is added to. Parameters without a gradient are treated as there.
-
-    Args:
-        parameters: trained parameters, the same in the same order on every rank. The first pass sums from the last to the
-            first of them; later ones in the order in which the first brought rank 0's gradients.
-        mesh: the mesh.
-        average: see `sync_gradients`.
-        bucket_bytes: bytes of gradients a call; an eighth of all, at least 1 MiB and at most 25, when None.
+def check_bytes(bucket_bytes: int | None) -> None:
+    """Refuse buckets of nothing.
 
     Raises:
         ValueError: `bucket_bytes` is less than 1.
     """
+    if bucket_bytes is not None and bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes = {bucket_bytes} is less than 1; give bytes, or None to have them chosen")
+
+
+class BucketReducer:
+    """Sums gradients while backward runs, each over ranks of its own; `GradientReducer` says how it is used.
+
+    Args:
+        parameters: trained parameters, the same in the same order on every rank.
+        over: which axis a parameter's gradient is summed over.
+        divisor: what sums are divided by.
+        device: from which the ranks can send.
+        bucket_bytes: bytes of gradients a call (`check_bytes`); an eighth of all, at least 1 MiB and at most 25, when None.
+        early: sums begin in backward; else in `finish`.
+    """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool = True, bucket_bytes: int | None = None
+        self,
+        parameters: Iterable[nn.Parameter],
+        over: Callable[[nn.Parameter], Over],
+        divisor: int,
+        device: torch.device,
+        bucket_bytes: int | None = None,
+        early: bool = True,
     ) -> None:
-        if bucket_bytes is not None and bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes = {bucket_bytes} is less than 1; give bytes, or None to have them chosen")
-        self.mesh, self._divisor = mesh, mesh.grid.batch if average else 1
+        self._over, self._divisor, self._device, self._early = over, divisor, device, early
         given = list(parameters)[::-1]
         self._parameters = [parameter for parameter in given if parameter.requires_grad]
         self._frozen = [parameter for parameter in given if not parameter.requires_grad]
         total = sum(p.numel() * gradient_dtype(p).itemsize for p in self._parameters)
         self._size = bucket_bytes or min(_MOST_BYTES, max(_LEAST_BYTES, math.ceil(total / _CALLS)))
-        # Ranks that lack a gradient begin its sum behind the others', in another place among the sums over z.
-        self._early = mesh.size("z") == 1 or not any(hasattr(p, "axonn_at_times") for p in self._parameters)
         self._syncing = True
         self._summed: set[nn.Parameter] = set()
         self._order: list[nn.Parameter] | None = []
@@ -140,16 +145,19 @@ class GradientReducer:
             self._summed.update(bucket.parameters)
             bucket.started, bucket.pending, bucket.flat = False, None, None
             bucket.arrived.clear()
-        send_first(((p, p.grad) for p in self._parameters if p.grad is not None), self.mesh)
+        self._complete(self._parameters)
         if self._order is not None:
             self._refill()
         self._take_up_late()
+
+    def _complete(self, parameters: Sequence[nn.Parameter]) -> None:
+        """End a step of these parameters, whose sums are there."""
 
     def _fill(self, order: list[nn.Parameter]) -> None:
         """Make the buckets."""
         self._buckets: list[_Bucket] = []
         self._place: dict[nn.Parameter, tuple[_Bucket, int]] = {}
-        for over, members in buckets(order, self._size, partial(summed_over, mesh=self.mesh)):
+        for over, members in buckets(order, self._size, self._over):
             offsets = list(accumulate((parameter.numel() for parameter in members), initial=0))
             self._buckets.append(bucket := _Bucket(over, members, offsets))
             self._place.update(
@@ -161,7 +169,7 @@ class GradientReducer:
         assert self._order is not None
         numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         came = dict.fromkeys(numbers[parameter] for parameter in self._order)
-        order = torch.tensor([*came, *(set(numbers.values()) - came.keys())], device=self.mesh.device)
+        order = torch.tensor([*came, *(set(numbers.values()) - came.keys())], device=self._device)
         if dist.get_world_size() > 1:
             dist.broadcast(order, src=0)
         self._order = None
@@ -172,8 +180,8 @@ class GradientReducer:
         late = [parameter for parameter in self._frozen if parameter.requires_grad]
         if not late:
             return
-        sum_gradients(late, partial(summed_over, mesh=self.mesh), self._divisor)
-        send_first(((p, p.grad) for p in late if p.grad is not None), self.mesh)
+        sum_gradients(late, self._over, self._divisor)
+        self._complete(late)
         self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
         self._summed.update(late)
         self._look_at(late)
@@ -246,6 +254,39 @@ class GradientReducer:
         elif parameter.grad.data_ptr() != view.data_ptr():
             view.copy_(parameter.grad)
         parameter.grad = view
+
+
+class GradientReducer(BucketReducer):
+    """Sums gradients over the ranks that read other tokens while backward runs; the gradients of `sync_gradients`.
+
+    ``loss.backward(); reducer.finish()`` takes the place of ``loss.backward(); sync_gradients(...)``. Of several backward
+    passes that make one step, all but the last run in `no_sync`. Where the plan keeps layers whole that some ranks may not call (``"replicated"``), and z
+    splits others, sums begin in `finish`. A gradient that is there already, as where
+    ``zero_grad`` was not called, is added to. Parameters without a gradient are treated as there.
+
+    Args:
+        parameters: trained parameters, the same in the same order on every rank. The first pass sums from the last to the
+            first of them; later ones in the order in which the first brought rank 0's gradients.
+        mesh: the mesh.
+        average: see `sync_gradients`.
+        bucket_bytes: bytes of gradients a call; an eighth of all, at least 1 MiB and at most 25, when None.
+
+    Raises:
+        ValueError: `bucket_bytes` is less than 1.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], mesh: Mesh, average: bool = True, bucket_bytes: int | None = None
+    ) -> None:
+        check_bytes(bucket_bytes)
+        parameters, self.mesh = list(parameters), mesh
+        # Ranks that lack a gradient begin its sum behind the others', in another place among the sums over z.
+        early = mesh.size("z") == 1 or not any(hasattr(p, "axonn_at_times") for p in parameters if p.requires_grad)
+        over, divisor = partial(summed_over, mesh=mesh), mesh.grid.batch if average else 1
+        super().__init__(parameters, over, divisor, mesh.device, bucket_bytes, early)
+
+    def _complete(self, parameters: Sequence[nn.Parameter]) -> None:
+        send_first(((p, p.grad) for p in parameters if p.grad is not None), self.mesh)
 
 
 def _before(reducer: Any, parameter: Any, gradients: Any) -> None:

@@ -378,7 +378,8 @@ def test_a_killed_stage_is_named_and_the_run_resumes(when: str, tmp_path: Path) 
     (said,) = survivors(stage_is_killed, 4, [(when, str(tmp_path))])
     assert set(said) == {0, 2, 3}, said
     assert all(words.startswith("StageLost: stage 1 (rank 1)") for words in said.values()), said
-    assert all(run_ranks(goes_on, 4, str(tmp_path)))
+    # On gloo as before: a sum over four ranks in another order is another one in its last bit.
+    assert all(run_ranks(goes_on, 4, str(tmp_path), backend="gloo"))
 
 
 def test_interval() -> None:

@@ -18,7 +18,7 @@ from axonn_recipes.bench_ted import report, tiled
 from axonn_recipes.bench_ted.blocking import KINDS
 from axonn_recipes.bench_ted.measure import TOLERANCE, Side
 from axonn_recipes.bench_ted.settings import Options, resolve
-from axonn_recipes.bench_ted.sides import BASELINE, CAC, DEEPSPEED, DTD, FUSED, SIDES
+from axonn_recipes.bench_ted.sides import BASELINE, CAC, DEEPSPEED, DTD, FUSED, OVERLAP, SIDES
 
 HIDDEN, CONTEXT, BATCH, EXPERTS = 16, 8, 4, 4
 TINY = ["--layers", "2", "--hidden", str(HIDDEN), "--heads", "2", "--context", str(CONTEXT)]
@@ -36,14 +36,21 @@ def test_bytes_are_exact_and_sides_are_reported(tmp_path: Path, capfd: pytest.Ca
     for name, side in sides.items():
         assert name in text and side["losses"] == pytest.approx(sides[DEEPSPEED]["losses"], abs=1e-5)
         assert len(side["seconds"]) == len(side["parts"]["all-to-all"]) == 1 and side["memory"] > 0
-        assert (side["stashed"] > 0) == (name in (CAC, FUSED))
+        assert (side["stashed"] > 0) == (name in (CAC, FUSED, OVERLAP))
 
     # One layer of the two has experts; tensor 2, and the experts over 2 ranks.
     activation = BATCH // 2 * CONTEXT * HIDDEN * 4  # bytes, also of the slots: capacity factor 1
     for kind, expected in {
-        "all-to-all": {DEEPSPEED: (6, 0.5), BASELINE: (6, 1), DTD: (6, 0.5), CAC: (4, 0.5), FUSED: (4, 0.5)},
-        "all-gather": {DEEPSPEED: (6, 1), BASELINE: (0, 0), DTD: (6, 1), CAC: (4, 1), FUSED: (4, 1)},
-        "reduce-scatter": {FUSED: (2, 1)},
+        "all-to-all": {
+            DEEPSPEED: (6, 0.5),
+            BASELINE: (6, 1),
+            DTD: (6, 0.5),
+            CAC: (4, 0.5),
+            FUSED: (4, 0.5),
+            OVERLAP: (4, 0.5),
+        },
+        "all-gather": {DEEPSPEED: (6, 1), BASELINE: (0, 0), DTD: (6, 1), CAC: (4, 1), FUSED: (4, 1), OVERLAP: (4, 1)},
+        "reduce-scatter": {FUSED: (2, 1), OVERLAP: (2, 1)},
     }.items():
         for name in SIDES:
             calls, share = expected.get(name, (0, 0))
@@ -51,8 +58,9 @@ def test_bytes_are_exact_and_sides_are_reported(tmp_path: Path, capfd: pytest.Ca
             assert (sides[name]["calls"].get(kind, 0), sides[name]["sent"].get(kind, 0)) == wanted, (name, kind)
     # A dense block's attention and feed-forward and an expert block's attention: in forward, recomputation and backward;
     # and each of a rank's two experts, which are half of the slots each.
-    for name, reduced in {DEEPSPEED: 12, BASELINE: 12, DTD: 12, CAC: 8, FUSED: 6}.items():
+    for name, reduced in {DEEPSPEED: 12, BASELINE: 12, DTD: 12, CAC: 8, FUSED: 6, OVERLAP: 6}.items():
         assert sides[name]["sent"]["all-reduce"] == reduced * activation, name
+    assert sides[OVERLAP]["sent"]["gradients"] == sides[FUSED]["sent"]["gradients"]
 
 
 def seconds(name: str, step: float, all_to_all: float, all_reduce: float, scatter: float = 0.0) -> Side:
@@ -64,7 +72,8 @@ def seconds(name: str, step: float, all_to_all: float, all_reduce: float, scatte
 
 def test_what_is_judged_is_of_rounds_and_counts_fused_sums() -> None:
     sides = [seconds(DEEPSPEED, 3.3, 0.2, 0.3), seconds(BASELINE, 4.5, 0.4, 0.3), seconds(DTD, 4.0, 0.2, 0.3)]
-    sides += [seconds(CAC, 3.6, 0.1, 0.2), seconds(FUSED, 3.0, 0.1, 0.1, 0.05)]
+    sides += [seconds(CAC, 3.6, 0.1, 0.2), seconds(FUSED, 3.2, 0.1, 0.1, 0.05)]
+    sides += [seconds(OVERLAP, 3.0, 0.2, 0.2)]
     found = [each["median"] for each in report.asked(sides)]
     assert found == pytest.approx([0.75, 1 / 3, 0.75, 0.5, 1.5, 1.1])
     alone = [seconds(name, 1.0, 0.0, 0.3) for name in SIDES]

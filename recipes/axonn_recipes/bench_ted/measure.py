@@ -63,17 +63,16 @@ def measure(settings: Settings) -> list[Side]:
         made.append((side := Side(name), step := Step(name, settings, ranks)))
         side.losses = [mean_loss(step()) for _ in range(_CHECKED_STEPS)]
     check_losses([side for side, _ in made], TOLERANCE)
-    axes = ranks.axis_names()
     for side, step in made:
-        _count(side, step, axes)
+        _count(side, step)
     for _, (side, step) in in_turns(made, settings.rounds):
         side.seconds.append(slowest(step))
-        _split(side, step, axes)
+        _split(side, step)
     return [side for side, _ in made]
 
 
-def _count(side: Side, step: Step, axes: dict[str, str]) -> None:
-    with Ledger(axes) as ledger:
+def _count(side: Side, step: Step) -> None:
+    with Ledger(step.axis_names) as ledger:
         step()
     assert not ledger.unknown, ledger.unknown
     side.calls, side.sent = counted(ledger)
@@ -81,9 +80,9 @@ def _count(side: Side, step: Step, axes: dict[str, str]) -> None:
     side.memory, side.stashed = int(memory), int(stashed)
 
 
-def _split(side: Side, step: Step, axes: dict[str, str]) -> None:
+def _split(side: Side, step: Step) -> None:
     """A step's time by kind of collective."""
-    with Blocking(axes) as ledger:
+    with Blocking(step.axis_names) as ledger:
         whole = together(step)
     mine = ledger.seconds()
     summed = over_ranks([*mine.values(), whole - sum(mine.values())], dist.ReduceOp.SUM)

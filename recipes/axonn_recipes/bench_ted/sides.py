@@ -20,17 +20,18 @@ from axonn_tp import LayerPlan, Mesh
 from ted_moe import Groups, Stashing
 from ted_moe.experts import plan_expert, split_expert
 
-DEEPSPEED, BASELINE, DTD, CAC, FUSED = "deepspeed", "TED baseline", "+DTD", "+CAC", "+fused"
+DEEPSPEED, BASELINE, DTD, CAC, FUSED, OVERLAP = "deepspeed", "TED baseline", "+DTD", "+CAC", "+fused", "+overlap"
 LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True)
 class Switches:
-    """TED's optimizations that are on."""
+    """Parts of ours that are on: TED's optimizations, and sums of gradients while backward runs."""
 
     drop: bool = False
     stash: bool = False
     fused: bool = False
+    overlap: bool = False
 
 
 SIDES: dict[str, Switches | None] = {
@@ -39,6 +40,7 @@ SIDES: dict[str, Switches | None] = {
     DTD: Switches(drop=True),
     CAC: Switches(drop=True, stash=True),
     FUSED: Switches(drop=True, stash=True, fused=True),
+    OVERLAP: Switches(drop=True, stash=True, fused=True, overlap=True),
 }
 
 
@@ -55,9 +57,15 @@ class Ranks:
         self.groups = Groups(settings.topology)
         stock.prepare(self.groups)
 
-    def axis_names(self) -> dict[str, str]:
-        """Axis by torch's name of its group, for a ledger."""
+    def axis_names(self, sums: Groups | None) -> dict[str, str]:
+        """Axis by torch's name of its group, for a ledger.
+
+        Args:
+            sums: the groups of gradients, where they have their own.
+        """
         names = {**self.mesh.axis_names(), **stock.axis_names(), **self.groups.axis_names()}
+        if sums is not None:
+            names |= {sums.group(axis).group_name: axis for axis in ("data", "expert_data") if sums.size(axis) > 1}
         return {name: "tensor" if axis == "x" else axis for name, axis in names.items()}
 
 
@@ -66,6 +74,7 @@ class Step:
 
     Attributes:
         stashed: bytes that communication-aware checkpointing held when the last forward ended.
+        axis_names: axis by torch's name of its group.
     """
 
     def __init__(self, name: str, settings: Settings, ranks: Ranks) -> None:
@@ -79,8 +88,11 @@ class Step:
             if isinstance(block, MoEBlock):
                 block.moe = _experts(switches, settings, ranks.groups)
                 _fill(block.moe, place, settings, ranks.groups)
+        overlap = switches is not None and switches.overlap
+        self._reducer = ted_moe.GradientReducer(self.model.parameters(), ranks.groups) if overlap else None
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
         self.batch = _batch(settings, ranks.groups)
+        self.axis_names = ranks.axis_names(None if self._reducer is None else self._reducer.groups)
 
     def __call__(self) -> Tensor:  # noqa: D102
         self.optimizer.zero_grad()
@@ -88,7 +100,10 @@ class Step:
         self.stashed = sum(stash.nbytes for stash in self._stashes)
         loss.backward()
         self._stashes.clear()
-        ted_moe.sync_gradients(self.model.parameters(), self.groups)
+        if self._reducer is None:
+            ted_moe.sync_gradients(self.model.parameters(), self.groups)
+        else:
+            self._reducer.finish()
         self.optimizer.step()
         return loss.detach()
 

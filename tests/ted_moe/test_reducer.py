@@ -1,0 +1,112 @@
+"""Sums of gradients while backward runs against those behind it, with experts on several ranks."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ted_moe
+from axonn_plugins.observe.ledger import Ledger
+from axonn_plugins.ted.stock import EXPERTS, FEATURES, Plain, data_tokens, groups_of
+from ted_moe import Topology
+from tests.distributed import run_ranks
+from tests.matrix import thorough
+from tests.ted_moe.stock import topologies_of
+
+NEAR = {"rtol": 1e-12, "atol": 1e-12}
+
+
+class Model(nn.Module):
+    """Dense layers around experts, a shift that one rank's tokens alone meet, and a layer that none do."""
+
+    def __init__(self, topology, groups, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.unused = (nn.Linear(FEATURES, FEATURES) for _ in range(3))
+        self.shift = nn.Parameter(torch.randn(FEATURES))
+        self.experts = ted_moe.MoE(FEATURES, Plain(), EXPERTS, topology.expert, groups=groups, k=2, **options)
+
+    def forward(self, tokens, shifts):
+        hidden = self.up(tokens)
+        hidden = hidden + self.shift if shifts else hidden
+        hidden, l_aux, _ = self.experts(hidden.tanh())
+        return self.down(hidden).square().mean() + 0.1 * l_aux
+
+
+OPTIONS = [
+    {"top2_2nd_expert_sampling": False, "capacity_factor": 0.8},
+    {"top2_2nd_expert_sampling": False, "dropless": True},
+]
+
+
+def compared(ranks):
+    """Three steps of two passes each; the last two keep the gradients of the one before, and one pass is checkpointed."""
+    for turn, topology in enumerate(topologies_of(ranks)):
+        groups = groups_of(topology)
+        place = groups.rank("data")
+        reference = Model(topology, groups, **OPTIONS[turn % 2]).double()
+        model = copy.deepcopy(reference)
+        reducer = ted_moe.GradientReducer(model.parameters(), groups, bucket_bytes=600)
+        passes = [data_tokens(place, 9 + place, seed).double() for seed in range(6)]
+        for step in range(3):
+            two = passes[2 * step : 2 * step + 2]
+            for tokens in two:
+                reference(tokens, place == 0).backward()
+            ted_moe.sync_gradients(reference.parameters(), groups)
+            with reducer.no_sync():
+                model(two[0], place == 0).backward()
+            checkpoint(model, two[1].requires_grad_(), place == 0, use_reentrant=bool(step)).backward()
+            reducer.finish()
+            norms = [torch.nn.utils.clip_grad_norm_(one.parameters(), 0.3) for one in (reference, model)]
+            torch.testing.assert_close(*norms, **NEAR)
+            for (name, wanted), found in zip(reference.named_parameters(), model.parameters(), strict=True):
+                assert (wanted.grad is None) == (found.grad is None) == name.startswith("unused"), (topology, name)
+                if wanted.grad is not None:
+                    torch.testing.assert_close(found.grad, wanted.grad, **NEAR, msg=f"{topology}, step {step}: {name}")
+            if not step:
+                reference.zero_grad()
+                model.zero_grad()
+
+
+def counted():
+    """Bytes of the sums that begin before backward ends, of all, and of the gradients, by axis."""
+    groups = groups_of(Topology(4, 1, 2))
+    model = Model(groups.topology, groups, **OPTIONS[0]).double()
+    del model.unused, model.shift
+    reducer = ted_moe.GradientReducer(model.parameters(), groups, bucket_bytes=2**12)
+    names = reducer.groups.axis_names()
+    tokens = data_tokens(groups.rank("data"), 9, 0)
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(tokens, False)
+        with Ledger(names) as ledger:
+            loss.backward()
+            early = sum(one.elements for one in ledger.collectives if one.axis in ("data", "expert_data"))
+            reducer.finish()
+    sums = {
+        axis: sum(one.elements for one in ledger.collectives if one.axis == axis) for axis in ("data", "expert_data")
+    }
+    experts = sum(p.numel() for p in model.parameters() if not getattr(p, "allreduce", True))
+    return early, sums, {"data": sum(p.numel() for p in model.parameters()) - experts, "expert_data": experts}
+
+
+@pytest.mark.parametrize("ranks", [4, thorough(8)])
+def test_gradients_are_those_of_sums_behind_backward(ranks):
+    run_ranks(compared, ranks, ranks)
+
+
+def test_each_gradient_goes_once_and_most_of_them_while_backward_runs():
+    for early, sums, gradients in run_ranks(counted, 4):
+        assert sums == gradients
+        assert early > sum(sums.values()) / 2
+
+
+def test_buckets_of_no_bytes_are_refused():
+    def refused():
+        groups = groups_of(Topology(1))
+        with pytest.raises(ValueError, match="bucket_bytes = 0 is less than 1; give bytes"):
+            ted_moe.GradientReducer(Model(groups.topology, groups).parameters(), groups, bucket_bytes=0)
+
+    run_ranks(refused, 1)
