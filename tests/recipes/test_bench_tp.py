@@ -14,7 +14,8 @@ from axonn_recipes.bench.rounds import check_losses
 from axonn_recipes.bench_tp.measure import TOLERANCE, Side
 from axonn_recipes.bench_tp.memory import PeakMemory
 from axonn_recipes.bench_tp.report import comparisons
-from axonn_recipes.bench_tp.settings import PEERS, STAGES
+from axonn_recipes.bench_tp.settings import PEERS, STAGES, options_of, stage_of, ways
+from axonn_tp import Grid
 
 TINY = ["--layers", "1", "--hidden", "32", "--heads", "4", "--context", "8", "--batch", "4", "--rounds", "1"]
 
@@ -23,13 +24,14 @@ def test_every_side_runs_and_is_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert main(["bench", "tp", *TINY, "--grids", "2,1,1 1,1,2", "--runs", str(tmp_path)]) == 0
+    assert main(["bench", "tp", *TINY, "--grids", "2,1,1 1,1,2 1,1,1", "--runs", str(tmp_path)]) == 0
     text = capfd.readouterr().out
     folder = tmp_path / "bench_tp"
     assert {file.name for file in folder.iterdir()} == {"results.json", "table.txt", "steps.png"}
     numbers = json.loads((folder / "results.json").read_text())
     sides = {side["name"]: side for side in numbers["sides"]}
     ours = ["x2 y1 z1 d1", "x1 y1 z2 d1", "x1 y1 z2 d1, reshard half", "x1 y1 z2 d1, reshard"]
+    ours += ["x1 y1 z1 d2", "x1 y1 z1 d2, ZeRO-1", "x1 y1 z1 d2, ZeRO-2"]
     assert list(sides) == [*PEERS, *ours, *(f"x2 y1 z1 d1, {stage}" for stage, _ in STAGES)]
     for name, side in sides.items():
         assert name in text
@@ -66,6 +68,14 @@ def test_a_unet_beside_zero_3(
     for name in kept:
         for row in json.loads((tmp_path / "bench_tp" / f"{name}.json").read_text())["ranks"]:
             assert sum(row["parts_ms"].values()) == pytest.approx(row["step_ms"], rel=1e-9)
+
+
+def test_a_grid_trains_in_each_way_to_keep_weights_and_states() -> None:
+    assert ways(Grid(2, 1, 1, 1)) == [""]
+    assert len(ways(Grid(1, 1, 2, 2))) == 9 and ways(Grid(1, 1, 2, 2))[-1] == "reshard, ZeRO-2"
+    assert options_of("reshard, ZeRO-2") == {"reshard_after_forward": True} and stage_of("reshard, ZeRO-2") == 2
+    assert options_of("ZeRO-1") == options_of("+OAG") == {} and stage_of("reshard half") == stage_of("+ORS") == 0
+    assert options_of("reshard half") == {"reshard_after_forward": 0.5} and not options_of("+OAR")["overlap_all_gather"]
 
 
 def test_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

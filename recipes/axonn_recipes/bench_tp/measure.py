@@ -22,7 +22,7 @@ from axonn_plugins.observe.timeline.record import Recorder
 from axonn_recipes.bench.rounds import check_losses, in_turns, over_ranks, seconds, slowest
 from axonn_recipes.bench_tp import sides
 from axonn_recipes.bench_tp.memory import PeakMemory
-from axonn_recipes.bench_tp.settings import RESHARDED, STAGES, Settings, name, options_of
+from axonn_recipes.bench_tp.settings import STAGES, Settings, name, options_of, stage_of, ways
 from axonn_tp import Grid
 
 TOLERANCE = 1e-3  # of the first losses, in nats: what rounding of fp32 explains, and no mistake
@@ -77,11 +77,12 @@ def measure(settings: Settings) -> list[Side]:
         steps[side.name] = first_steps(side)
     grids = _fastest_grids(settings, chosen) if settings.screen else list(settings.grids)
     for grid in grids:
-        for called in (name(grid), *(f"{name(grid)}, {how}" for how in RESHARDED if grid.gz > 1)):
-            chosen.append(side := Side(called, "ours", _ours(grid, settings, options_of(called.partition(", ")[2]))))
+        for how in ways(grid):
+            called = f"{name(grid)}, {how}" if how else name(grid)
+            chosen.append(side := Side(called, "ours", _ours(grid, settings, how)))
             steps[side.name] = first_steps(side)
-    for stage, options in STAGES:
-        chosen.append(side := Side(f"{name(grids[0])}, {stage}", "stage", _ours(grids[0], settings, options)))
+    for stage, _ in STAGES:
+        chosen.append(side := Side(f"{name(grids[0])}, {stage}", "stage", _ours(grids[0], settings, stage)))
         steps[side.name] = first_steps(side)
     check_losses(chosen, TOLERANCE, advice="leave one out")
     take_turns(chosen, steps, settings.rounds)
@@ -110,8 +111,8 @@ def compute_only(settings: Settings, names: list[str]) -> dict[str, list[float]]
     grids = {name(grid): grid for grid in settings.grids}
     steps = {}
     for side in names:
-        grid, _, stage = side.partition(", ")
-        make = _ours(grids[grid], settings, options_of(stage)) if grid in grids else _peer(side, settings)
+        grid, _, how = side.partition(", ")
+        make = _ours(grids[grid], settings, how) if grid in grids else _peer(side, settings)
         steps[side] = make()
         steps[side]()
     found: dict[str, list[float]] = {side: [] for side in names}
@@ -134,8 +135,8 @@ def _peer(peer: str, settings: Settings) -> Callable[[], sides.Step]:
     return lambda: sides.build(peer, settings)
 
 
-def _ours(grid: Grid, settings: Settings, options: dict[str, object]) -> Callable[[], sides.Step]:
-    return lambda: sides.ours(settings, grid, options)
+def _ours(grid: Grid, settings: Settings, how: str = "") -> Callable[[], sides.Step]:
+    return lambda: sides.ours(settings, grid, options_of(how), stage=stage_of(how))
 
 
 def first_steps(side: Side) -> sides.Step:
@@ -157,7 +158,7 @@ def _fastest_grids(settings: Settings, peers: list[Side]) -> list[Grid]:
     """Time all grids briefly; the fastest, and for each peer the fastest that needs at most its memory."""
     took, memory = {}, {}
     for grid in settings.grids:
-        side = Side(name(grid), "ours", _ours(grid, settings, {}))
+        side = Side(name(grid), "ours", _ours(grid, settings))
         step = first_steps(side)
         memory[grid] = side.memory
         took[grid] = min(slowest(step) for _ in range(_SCREENED_STEPS))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal
 
 import torch
@@ -42,10 +43,24 @@ RESHARDED: dict[str, dict[str, object]] = {
     "reshard": {"reshard_after_forward": True},
 }
 
+# Grids with data-parallel ranks run with the optimizer's states on each, with a share of them, and with a share of gradients, too.
+SHARDED = {"ZeRO-1": 1, "ZeRO-2": 2}
 
-def options_of(side: str) -> dict[str, object]:
-    """The options of a side of ours by what stands behind its grid."""
-    return RESHARDED.get(side) or dict(STAGES).get(side, {})
+
+def ways(grid: Grid) -> list[str]:
+    """Ways in which a grid trains, the usual one first, which has no name."""
+    weights, states = ["", *(RESHARDED if grid.gz > 1 else ())], ["", *(SHARDED if grid.gdata > 1 else ())]
+    return [", ".join(filter(None, way)) for way in product(weights, states)]
+
+
+def options_of(way: str) -> dict[str, object]:
+    """The options of a side of ours by what stands behind its grid: of `ways` or `STAGES`."""
+    return next((options for name, options in (*RESHARDED.items(), *STAGES) if name in way.split(", ")), {})
+
+
+def stage_of(way: str) -> int:
+    """The stage of ZeRO, likewise."""
+    return next((stage for name, stage in SHARDED.items() if name in way.split(", ")), 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import axonn_tp
+import samo
 from axonn_recipes.bench_tp.settings import Settings
 from axonn_recipes.models.gpt import GPT
 from axonn_tp import Grid, Mesh
+from axonn_tp.comm.gradients import sum_ranks
 
 LEARNING_RATE = 1e-3
 # Peers that check what they communicate, and so cannot run without.
@@ -51,7 +53,9 @@ def build(peer: str, settings: Settings) -> Step:
     }[peer](settings)
 
 
-def ours(settings: Settings, grid: Grid, options: Mapping[str, object], mesh: Mesh | None = None) -> Step:
+def ours(
+    settings: Settings, grid: Grid, options: Mapping[str, object], mesh: Mesh | None = None, stage: int = 0
+) -> Step:
     """The training step of 3D PMM on a grid.
 
     Args:
@@ -59,12 +63,35 @@ def ours(settings: Settings, grid: Grid, options: Mapping[str, object], mesh: Me
         grid: the grid.
         options: of `axonn_tp.Options`, for the overlap stages.
         mesh: of this grid, where there is one already.
+        stage: of ZeRO over the ranks that sum gradients.
     """
     model, batch = _model(settings), _batch(settings)
     mesh = mesh or Mesh(grid, device().type)
     axonn_tp.parallelize(model, mesh, settings.trained.plan(settings), axonn_tp.Options(**options))  # type: ignore[arg-type]
     share = [mesh.shard_batch(tensor) for tensor in batch]
+    if stage:
+        return _in_shares(model, share, mesh, stage)
     return step_of(model, share, axonn_tp.GradientReducer(model.parameters(), mesh).finish)
+
+
+def _in_shares(model: nn.Module, batch: list[Tensor], mesh: Mesh, stage: int) -> Step:
+    """A step at a stage of ZeRO; at stage 1 updated weights are gathered while the next forward pass runs."""
+    optimizer = samo.Optimizer(
+        lambda groups: torch.optim.AdamW(groups, lr=LEARNING_RATE, foreach=True),
+        model,
+        group=lambda parameter: sum_ranks(parameter, mesh),
+        stage=stage,
+        mesh=mesh,
+        gather_ahead=stage == 1,
+    )
+
+    def step() -> Tensor:
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
 
 
 def _model(settings: Settings) -> Any:
