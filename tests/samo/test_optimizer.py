@@ -109,6 +109,26 @@ def test_clipping_and_loss_scaling():
         assert mine == pytest.approx(theirs, rel=1e-5 if dtype is torch.float32 else 2e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_bound_without_end_clips_nothing_whatever_the_norm(dtype):
+    """As hosts ask for the norm: a gradient that is not finite, or whose square is not, leaves other weights as they would be."""
+    start = torch.randn(40, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ours, theirs = (
+        nn.Parameter(start.clone()),
+        nn.Parameter(start.to(torch.float64 if dtype.itemsize > 4 else torch.float32)),
+    )
+    rate = partial(torch.optim.SGD, lr=1e-26)
+    optimizer, reference = samo.Optimizer(rate, [ours], max_norm=float("inf")), rate([theirs])
+    gradient = (1e25 * torch.randn(40, generator=torch.Generator().manual_seed(1))).to(dtype)
+    for _ in range(2):
+        ours.grad, theirs.grad = gradient.clone(), gradient.to(theirs.dtype)
+        optimizer.step()
+        reference.step()
+        gradient[3] = torch.inf
+    assert ours.isfinite().sum() == 39
+    assert torch.equal(ours, theirs.to(dtype))
+
+
 def test_overflows_are_skipped_as_gradscaler_does():
     ours, dense, masks = pair(0.8, torch.float16)
     scale = samo.LossScale(2.0**20, growth_interval=3)
