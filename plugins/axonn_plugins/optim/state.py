@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_plugins.optim.gathering import gather, gather_weights
+from axonn_plugins.optim.index import Index
 from axonn_plugins.optim.store import Bucket, Entry, Segment, Store
 from axonn_plugins.optim.tiles import settle
 from axonn_tp import Mesh, layout_of
@@ -72,12 +73,17 @@ def read_state(
             keys = keys_of(bucket, kinds, store)
             vectors = {key: _whole(key, dtype, bucket, mine[bucket], state, store) for key, dtype in keys.items()}
             for entry in bucket.entries:
-                read: dict[str, Any] = {} if entry.index is None else {"positions": entry.index.positions().int()}
+                read: dict[str, Any] = {} if entry.index is None else {"positions": _positions(entry.index)}
                 for key, vector in vectors.items():
                     if key == MASTER or key in kinds.get(entry.name, {}):
                         read[key] = bucket.of(entry, vector).to(device or vector.device, copy=True)
                 found[entry] = read | values.get(entry.name, {})
     return found
+
+
+def _positions(index: Index) -> Tensor:
+    """In 32 bits where these number the tensor's elements."""
+    return index.positions() if index.numel > 2**31 else index.positions().int()
 
 
 def dense_parts(
