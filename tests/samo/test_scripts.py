@@ -1,6 +1,7 @@
 """What a plain script does beside the optimizer: it is heard, or refused in a sentence, and never without effect."""
 
 import copy
+from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -163,6 +164,55 @@ def test_memory_that_changes_under_the_compiled_step_counts_or_is_refused():
         torch.testing.assert_close(mine, theirs)
     model.double()
     with pytest.raises(RuntimeError, match=r"'0\.weight' is torch.float64 on cpu, and was torch.float32"):
+        train(model, optimizer.step)
+
+
+def anew(optimizer):
+    optimizer.state.clear()
+
+
+def another(optimizer):
+    optimizer.state = defaultdict(dict)
+
+
+def one_by_one(optimizer):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {}
+
+
+def popped(optimizer):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+
+
+@pytest.mark.parametrize("throw_away", [anew, another, one_by_one, popped])
+@pytest.mark.parametrize("host", [False, True])
+def test_states_that_a_script_throws_away_are_forgotten(throw_away, host):
+    model, masks = pruned()
+    dense = copy.deepcopy(model)
+    optimizer, reference = samo.Optimizer(SGD, model, masks, host=host), Masked(SGD, dense, masks)
+    for _ in range(2):
+        train(model, optimizer.step)
+        train(dense, reference.step)
+        throw_away(optimizer)
+        throw_away(reference.optimizer)
+    train(model, optimizer.step)
+    train(dense, reference.step)
+    assert all(torch.equal(*both) for both in zip(model.parameters(), dense.parameters(), strict=True))
+
+
+def test_states_by_parameter_are_refused():
+    model, masks = pruned()
+    optimizer, weight = samo.Optimizer(SGD, model, masks), model[0].weight
+    train(model, optimizer.step)
+    assert weight not in optimizer.state and not list(optimizer.state.items())
+    for use in (lambda: optimizer.state[weight]["momentum_buffer"], lambda: optimizer.state.update({weight: {"a": 1}})):
+        with pytest.raises(RuntimeError, match=r"states of parts of parameters.*optimizer\.load_state_dict\(\)"):
+            use()
+    optimizer.state = {weight: {"momentum_buffer": torch.zeros(7, 5)}}
+    with pytest.raises(RuntimeError, match="was given a parameter's states"):
         train(model, optimizer.step)
 
 

@@ -48,9 +48,86 @@ class Taker:
             del _takers[self.entry.parameter]
 
 
+class States(dict[Any, Any]):
+    """What a script finds under ``optimizer.state``: nothing to read, as parts of parameters have states; what it throws away is forgotten.
+
+    Args:
+        optimizer: whose.
+    """
+
+    def __init__(self, optimizer: FlatOptimizer) -> None:
+        super().__init__()
+        self._optimizer = weakref.ref(optimizer)
+
+    def __missing__(self, parameter: Any) -> Any:
+        raise RuntimeError(f"optimizer.state was asked for a parameter's states, {_BY_PARTS}")
+
+    def __setitem__(self, parameter: Any, states: Any) -> None:
+        if states:
+            raise RuntimeError(f"optimizer.state was given a parameter's states, {_BY_PARTS}")
+        self._forget([parameter])
+
+    def __delitem__(self, parameter: Any) -> None:
+        self._forget([parameter])
+
+    def pop(self, parameter: Any, *default: Any) -> Any:
+        """Forget a parameter's states."""
+        self._forget([parameter])
+        return default[0] if default else {}
+
+    def clear(self) -> None:
+        """Begin anew, as a new optimizer would."""
+        self._forget(None)
+
+    def update(self, *given: Any, **named: Any) -> None:
+        """Each as if it were set by itself."""
+        for parameter, states in dict(*given, **named).items():
+            self[parameter] = states
+
+    def setdefault(self, parameter: Any, default: Any = None) -> Any:
+        """Refused: it reads."""
+        return self[parameter]
+
+    def __reduce__(self) -> Any:
+        return dict, ()
+
+    def _forget(self, parameters: list[Any] | None) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        wanted = None if parameters is None else {id(parameter) for parameter in parameters}
+        entries = {entry for entry in optimizer.entries if wanted is None or id(entry.parameter) in wanted}
+        for segment in (segment for store in optimizer.stores for segment in store.segments):
+            if segment.entry in entries:
+                optimizer.inner.state.pop(segment.weights, None)
+        if optimizer._whole is not None:
+            optimizer._whole.forget(entries)
+
+
+_BY_PARTS = (
+    "and this optimizer has states of parts of parameters, of which ranks may hold a share each; read them by optimizer.state_dict(), and change them by "
+    "optimizer.load_state_dict()"
+)
+
+
+def _obey_new_states(optimizer: FlatOptimizer) -> None:
+    """A script may have put a dictionary of its own in the place of the states.
+
+    Raises:
+        RuntimeError: there is something in it.
+    """
+    given = optimizer.state
+    if not isinstance(given, States):
+        optimizer.state = States(optimizer)  # type: ignore[assignment]
+        optimizer.state.clear()
+        for parameter, states in given.items():
+            optimizer.state[parameter] = states
+
+
 def take_over(optimizer: FlatOptimizer) -> list[Taker]:
     """Have gradients go to a new optimizer, and to no earlier one over the same parameters, whose steps are errors then."""
     clip_by(_refuse_clipping_of_nothing)
+    optimizer.state = States(optimizer)  # type: ignore[assignment]
     takers = []
     for entry in optimizer.entries:
         before = _takers.get(entry.parameter)
@@ -99,6 +176,7 @@ def look_around(optimizer: FlatOptimizer) -> None:
     Raises:
         RuntimeError: gradients that would be left out, that were never summed, or of which there are two.
     """
+    _obey_new_states(optimizer)
     if optimizer.superseded is not None:
         raise RuntimeError(
             f"the gradients of {optimizer.superseded!r} go to another optimizer that was made later; make one of all "
