@@ -203,6 +203,36 @@ def test_states_that_a_script_throws_away_are_forgotten(throw_away, host):
     assert all(torch.equal(*both) for both in zip(model.parameters(), dense.parameters(), strict=True))
 
 
+def without_first(groups):
+    groups[0]["params"] = groups[0]["params"][1:]
+
+
+def with_another(groups):
+    groups[1]["params"].append(nn.Parameter(torch.zeros(2)))
+
+
+def with_another_group(groups):
+    groups.append({**groups[0], "params": [nn.Parameter(torch.zeros(2))]})
+
+
+def regrouped(groups):
+    groups[1]["params"].insert(0, groups[0]["params"].pop())
+
+
+@pytest.mark.parametrize("change", [without_first, with_another, with_another_group, regrouped])
+def test_groups_that_a_script_gives_other_parameters_are_refused(change):
+    model, masks = pruned()
+    pairs = list(model.named_parameters())
+    optimizer = samo.Optimizer(SGD, [{"params": pairs[:2]}, {"params": pairs[2:], "lr": 1e-3}], masks)
+    train(model, optimizer.step)
+    change(optimizer.param_groups)
+    with pytest.raises(
+        RuntimeError,
+        match="param_groups have other parameters than when the optimizer was made.*make the optimizer anew",
+    ):
+        train(model, optimizer.step)
+
+
 def test_states_by_parameter_are_refused():
     model, masks = pruned()
     optimizer, weight = samo.Optimizer(SGD, model, masks), model[0].weight

@@ -177,6 +177,7 @@ def look_around(optimizer: FlatOptimizer) -> None:
         RuntimeError: gradients that would be left out, that were never summed, or of which there are two.
     """
     _obey_new_states(optimizer)
+    _require_members(optimizer)
     if optimizer.superseded is not None:
         raise RuntimeError(
             f"the gradients of {optimizer.superseded!r} go to another optimizer that was made later; make one of all "
@@ -199,6 +200,23 @@ def look_around(optimizer: FlatOptimizer) -> None:
             optimizer._take(entry)
     if written := _written_since(optimizer):
         optimizer._written(written)
+
+
+def _require_members(optimizer: FlatOptimizer) -> None:
+    """Refuse groups whose lists of parameters a script has changed: what is trained was laid out when the optimizer was made.
+
+    Raises:
+        RuntimeError: they are other ones.
+    """
+    numbers = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    moved = (entry.name for entry in optimizer.entries if numbers.get(id(entry.parameter)) != entry.group)
+    name = next(moved, None)
+    if name is not None or len(numbers) != len(optimizer.names):
+        what = "one is there that was not" if name is None else f"{name!r} is no longer where it was"
+        raise RuntimeError(
+            f"param_groups have other parameters than when the optimizer was made ({what}); freeze a parameter by requires_grad_(False), which had a gradient "
+            "then, and make the optimizer anew for others"
+        )
 
 
 def take_written(optimizer: FlatOptimizer) -> None:
