@@ -233,6 +233,17 @@ def test_groups_that_a_script_gives_other_parameters_are_refused(change):
         train(model, optimizer.step)
 
 
+def test_a_state_that_was_taken_stays_what_it_was():
+    model, masks = pruned()
+    optimizer = samo.Optimizer(partial(torch.optim.AdamW, lr=1e-2), model, masks)
+    train(model, optimizer.step)
+    taken = optimizer.state_dict()
+    kept = copy.deepcopy(taken)
+    train(model, optimizer.step)
+    for number, state in taken["state"].items():
+        assert all(torch.equal(value, kept["state"][number][key]) for key, value in state.items())
+
+
 def test_states_by_parameter_are_refused():
     model, masks = pruned()
     optimizer, weight = samo.Optimizer(SGD, model, masks), model[0].weight

@@ -78,7 +78,7 @@ def read_state(
                 for key, vector in vectors.items():
                     if key == MASTER or key in kinds.get(entry.name, {}):
                         read[key] = bucket.of(entry, vector).to(device or vector.device, copy=True)
-                found[entry] = read | values.get(entry.name, {})
+                found[entry] = read | copy.deepcopy(values.get(entry.name, {}))
     return found
 
 
