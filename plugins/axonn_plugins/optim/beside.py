@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from axonn_plugins.optim.alike import require_alike
 from axonn_plugins.optim.state import load_masters
 from axonn_tp.comm.clipping import clip_by
 
@@ -125,7 +126,12 @@ def _obey_new_states(optimizer: FlatOptimizer) -> None:
 
 
 def take_over(optimizer: FlatOptimizer) -> list[Taker]:
-    """Have gradients go to a new optimizer, and to no earlier one over the same parameters, whose steps are errors then."""
+    """Have gradients go to a new optimizer, and to no earlier one over the same parameters, whose steps are errors then.
+
+    Raises:
+        ValueError: ranks that sum gradients have other parameters, options or masks.
+    """
+    require_alike(optimizer.entries, optimizer.param_groups)
     clip_by(_refuse_clipping_of_nothing)
     optimizer.state = States(optimizer)  # type: ignore[assignment]
     takers = []
