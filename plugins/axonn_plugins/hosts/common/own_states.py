@@ -103,7 +103,7 @@ class OwnState:
             )
             for key, mask in shards.items()
         }
-        notes = {"pruned": pruning.pruned, "search": search, "owed": pruning.owed}
+        notes: Notes = {"pruned": pruning.pruned, "search": search, "owed": pruning.owed}
         if (first := pruning.first_gradients) is not None and first.taken:
             sums = first.so_far(self._states)
             made |= {
