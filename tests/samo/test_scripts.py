@@ -1,6 +1,8 @@
 """What a plain script does beside the optimizer: it is heard, or refused in a sentence, and never without effect."""
 
 import copy
+import gc
+import weakref
 from collections import defaultdict
 from functools import partial
 
@@ -95,6 +97,18 @@ def test_the_later_of_two_optimizers_has_the_gradients():
     del second
     train(model, lambda: None, steps=1)
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_model_that_is_let_go_leaves_nothing_behind():
+    def let_go():
+        model, masks = pruned()
+        optimizer = samo.Optimizer(SGD, model, masks)
+        train(model, optimizer.step)
+        return [weakref.ref(one) for one in (optimizer, *optimizer.stores, *model.parameters())]
+
+    held = let_go()
+    gc.collect()
+    assert [one() for one in held] == [None] * len(held)
 
 
 def replace_data(model, state):

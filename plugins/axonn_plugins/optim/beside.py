@@ -27,26 +27,35 @@ _takers: Any = WeakTensorKeyDictionary()
 class Taker:
     """The optimizer that one parameter's gradients go to, for as long as that lives, and no other has taken its place.
 
+    It keeps neither alive, as `_takers` has it for as long as the parameter lives.
+
     Args:
         optimizer: which.
         entry: of the parameter.
     """
 
     def __init__(self, optimizer: FlatOptimizer, entry: Entry) -> None:
-        self.optimizer, self.entry = weakref.ref(optimizer), entry
+        self.optimizer, self._entry = weakref.ref(optimizer), weakref.ref(entry)
         self._take: Any = weakref.WeakMethod(optimizer._take)
         self._hook = entry.parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def _arrived(self, parameter: Tensor) -> None:
-        take = self._take()
-        if take is not None:
-            take(self.entry)
+        take, entry = self._take(), self._entry()
+        if take is not None and entry is not None:
+            take(entry)
+
+    def named(self) -> str | None:
+        """The name of the parameter, if the optimizer has taken a gradient of it and says so where one finds none."""
+        optimizer, entry = self.optimizer(), self._entry()
+        heard = optimizer is not None and optimizer.refuses_clipping
+        return entry.name if heard and entry is not None and entry.arrived else None
 
     def remove(self) -> None:
         """Leave gradients where backward puts them."""
         self._hook.remove()
-        if _takers.get(self.entry.parameter) is self:
-            del _takers[self.entry.parameter]
+        entry = self._entry()
+        if entry is not None and _takers.get(entry.parameter) is self:
+            del _takers[entry.parameter]
 
 
 class States(dict[Any, Any]):
@@ -270,11 +279,10 @@ def _refuse_clipping_of_nothing(parameters: list[Any], most: float, norm: Tensor
     """Have torch's functions say that they find no gradients."""
     for parameter in parameters:
         taker = _takers.get(parameter)
-        optimizer = None if taker is None else taker.optimizer()
-        refuses = optimizer is not None and optimizer.refuses_clipping
-        if refuses and taker.entry.arrived and parameter.grad is None:
+        name = None if taker is None else taker.named()
+        if name is not None and parameter.grad is None:
             raise RuntimeError(
-                f"clip_grad_{'norm' if norm is not None else 'value'}_ finds no gradient in {taker.entry.name!r}, which the optimizer has taken as backward "
+                f"clip_grad_{'norm' if norm is not None else 'value'}_ finds no gradient in {name!r}, which the optimizer has taken as backward "
                 "brought it; give the optimizer max_norm (under DeepSpeed gradient_clipping), and leave it out"
             )
     return False
