@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from axonn_plugins.optim.alike import require_alike
 from axonn_plugins.optim.beside import take_written
 from axonn_plugins.optim.flat import Factory, FlatOptimizer
 from axonn_plugins.optim.index import Index
@@ -106,7 +107,7 @@ class Optimizer(FlatOptimizer):
                 elements that another rank holds from now on travel, and no others.
 
         Raises:
-            ValueError: see the class.
+            ValueError: see the class; ranks that sum gradients are given other masks.
             RuntimeError: there are gradients that no step has consumed, of other kept elements.
         """
         if any(entry.filled or entry.arrived for entry in self.entries):
@@ -117,6 +118,7 @@ class Optimizer(FlatOptimizer):
         inner, whole = self.inner, self._whole
         before = Layout(self.stores, inner.state)
         self._apply(masks)
+        require_alike(self.entries)
         before.forget_gradients()
         inner.state.clear()
         self._build(inner)

@@ -203,6 +203,19 @@ def regrown(folder: str) -> list[list[float]]:
     return [*found, train_plain(run, other, range(MIDDLE + 1, STEPS))[0]]
 
 
+def snipped(folder: str) -> list[list[float]]:
+    """Of the batches whose gradients say what is pruned some come before the checkpoint, and the others behind it."""
+    snip = {"samo": {"sparsity": 0.6, "pruner": {"snip": {"batches": MIDDLE + 1}}}}
+    case, other = longer(Case({**grid(gx=2), **snip}, 1), Case({**grid(gz=2), **snip}, 2))
+    run = begin(case)
+    train_plain(run, case, range(MIDDLE))
+    run.save(folder)
+    found = [train_plain(run, case, range(MIDDLE, STEPS))[0]]
+    run = begin(other)
+    run.load(folder)
+    return [*found, train_plain(run, other, range(MIDDLE, STEPS))[0]]
+
+
 def refused(folder: str) -> dict[str, Any]:
     """Sentences, and whether a run that was refused is as it was."""
     case = Case({**grid(gx=2), "samo": {"sparsity": 0.7}})
@@ -238,7 +251,7 @@ def refused(folder: str) -> dict[str, Any]:
 def everything(folder: str, moves: dict[str, tuple[Case, Case]]) -> dict[str, Any]:
     ready(staged=False)
     found = {name: attempt(moved, f"{folder}/{name}", *longer(*pair)) for name, pair in moves.items()}
-    for function in (under_deepspeed, schedules, dense, halves, regrown, refused):
+    for function in (under_deepspeed, schedules, dense, halves, regrown, snipped, refused):
         found[function.__name__] = attempt(function, f"{folder}/{function.__name__}")
     return found
 
@@ -293,6 +306,11 @@ def test_a_pruned_one_is_read_dense_and_by_torch(ranks: list[dict[str, Any]]) ->
 
 def test_a_regrowth_that_was_put_off_is_made(ranks: list[dict[str, Any]]) -> None:
     wanted, resumed = of(ranks, "regrown")
+    assert resumed == pytest.approx(wanted, rel=CLOSE)
+
+
+def test_first_gradients_of_before_a_checkpoint_count(ranks: list[dict[str, Any]]) -> None:
+    wanted, resumed = of(ranks, "snipped")
     assert resumed == pytest.approx(wanted, rel=CLOSE)
 
 

@@ -29,7 +29,7 @@ SAVED = {
     ),
     "rigl": Case({"sparsity": 0.8, "regrow": {"interval": 2, "end_step": 6}}, same=True),
     "snip": Case({"sparsity": 0.8, "pruner": "snip", "start_step": 1}, "bf16", accumulation=2, clip=0.3, same=True),
-    "snip while saved": Case({"sparsity": 0.8, "pruner": {"snip": {"batches": 2}}, "start_step": 3}, same=True),
+    "snip while saved": Case({"sparsity": 0.8, "pruner": {"snip": {"batches": 2}}, "start_step": 2}, same=True),
     "later": Case({"sparsity": 0.8, "start_step": 5}, same=True),
 }
 EVERY_RUN = ("fp32", "bf16 shard", "fp16", "rigl", "snip while saved")

@@ -202,6 +202,26 @@ def test_a_gradient_that_is_not_a_number_ends_the_run() -> None:
     assert optimizer.step()[0]
 
 
+def test_a_regrowth_that_is_owed_when_a_checkpoint_is_written_is_made_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where gradients overflowed in the step that it was due in."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    from axonn_plugins.hosts.megatron import states_checkpoint
+
+    alone = Namespace(get_world_size=lambda: 1, all_gather_object=lambda every, mine: every.__setitem__(0, mine))
+    monkeypatch.setattr(states_checkpoint, "dist", alone)
+    pruning = Namespace(pruned=True, owed=True, masks=lambda optimizer: {}, search_state=lambda: ([], None))
+    optimizer: Any = Namespace(
+        composition=Namespace(pruning=pruning), optimizer=Namespace(load_state_dict=repr), get_parameters=list
+    )
+    optimizer.config, optimizer.param_groups, optimizer.grad_scaler = Namespace(optimizer="adam"), [], None
+    notes, _ = states_checkpoint._masks(optimizer)
+    pruning.owed = False
+    states_checkpoint.take(optimizer, {"optimizer": {"state": {}}, states_checkpoint.NOTES: notes})
+    assert pruning.owed
+
+
 def _bare() -> Any:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     from axonn_plugins.hosts.megatron.states_optimizer import StateOptimizer

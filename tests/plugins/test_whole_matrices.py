@@ -27,7 +27,7 @@ from axonn_tp.grid.mesh import factorisations
 from tests.distributed import meshes, run_ranks
 from tests.matrix import thorough
 
-RANKS, STEPS = 8, 4
+RANKS, STEPS, FORGOTTEN = 8, 4, 2  # before which step states are thrown away
 SOME = [Grid(2, 2, 2), Grid(1, 2, 2, 2), Grid(2, 1, 1, 4)]
 """Of the grids of eight ranks: each axis in two."""
 
@@ -125,6 +125,8 @@ def serial(factory: Factory, steps: int) -> dict[str, Tensor]:
     net = model()
     optimizer = factory([{"params": list(net.parameters())}])
     for step in range(steps):
+        if step == FORGOTTEN:
+            optimizer.state.clear()
         net(batch(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -140,12 +142,14 @@ def apart(mesh: Mesh, stage: int, factory: Factory, wanted: dict[str, Tensor], s
     )
     sent, exact = Counted(), True
     for step in range(steps):
+        if step == FORGOTTEN:
+            optimizer.state.clear()
         net(mesh.shard_batch(batch(step))).backward()
         optimizer.reducer.finish()
         with sent:
             assert optimizer._whole is not None
             optimizer.step()
-        exact &= sent.take() == expected(optimizer, mesh, first=step == 0)
+        exact &= sent.take() == expected(optimizer, mesh, first=step in (0, FORGOTTEN))
     optimizer.release()
     differences = [
         (parameter.detach() - layout_of(parameter).shard(wanted[name], mesh.grid, mesh.coordinates)).abs().max().item()

@@ -266,3 +266,48 @@ def test_pruning_further_sends_what_others_hold_from_then_on():
         for moved, by_hand, most, gathered in itertools.chain(*rank):
             assert moved == by_hand and most < gathered
     assert sum(one[0] for rank in ranks for one in rank[0]) > 0
+
+
+def in_groups():
+    """A model, its matrices and vectors in groups of their own, and masks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 2))
+    pairs = list(model.named_parameters())
+    groups = [{"params": [p for p in pairs if p[1].dim() > 1]}, {"params": [p for p in pairs if p[1].dim() == 1]}]
+    return model, groups, samo.random(model, 0.5, seed=1)
+
+
+def unlike_ranks():
+    """Sentences where ranks differ in what they give."""
+    rank, found = dist.get_rank(), {}
+    of = partial(samo.Optimizer, group=dist.group.WORLD)
+
+    def tried(name, make):
+        try:
+            make()
+        except ValueError as error:
+            found[name] = str(error)
+
+    model, groups, masks = in_groups()
+    tried("the same", lambda: of(ADAMW, groups, masks))
+    groups[0]["params"] = groups[0]["params"][:: 1 - 2 * rank]
+    tried("order", lambda: of(ADAMW, groups))
+    groups[0]["params"] = groups[0]["params"][:: 1 - 2 * rank]
+    tried("rate", lambda: of(partial(torch.optim.AdamW, lr=0.1 + rank), groups))
+    tried("masks", lambda: of(ADAMW, groups, samo.random(model, 0.5, seed=rank)))
+    tried("fewer", lambda: of(ADAMW, groups[: 2 - rank]))
+    optimizer = of(ADAMW, groups)
+    tried("later", lambda: optimizer.prune(samo.random(model, 0.5, seed=rank)))
+    return found
+
+
+def test_ranks_that_lay_gradients_out_otherwise_are_refused():
+    for found in run_ranks(unlike_ranks, 2):
+        assert {name: text.partition(";")[0] for name, text in found.items() if "mask of" not in text} == {
+            "order": "parameter 0 of those whose gradients are summed is '0.weight' of (5, 5), float32 on rank 0 and '2.weight' of (2, 5), float32 on rank 1",
+            "rate": "lr of parameter group 0 is 0.1 on rank 0 and 1.1 on rank 1",
+            "fewer": "parameter 3 of those whose gradients are summed is '0.bias' of (5,), float32 on rank 0 and not there on rank 1",
+        }
+        for name in ("masks", "later"):
+            assert found[name].startswith("the mask of parameter '0.weight' is of 13 elements, number "), found[name]
+            assert found[name].endswith("the same parameters, options and masks, in one order, which a set has not")

@@ -236,6 +236,22 @@ def test_a_function_of_values_waits_for_them(use: Callable[[Tensor], Any]) -> No
     assert bool((parameter == 1).all()) and said == ["landed"]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_torch_jit_traced_waits_for_all_weights_in_it() -> None:
+    layer = nn.Linear(3, 2)
+    traced = torch.jit.trace(nn.Sequential(nn.Sequential(layer)), torch.ones(3))
+    expect([layer.weight], lambda: layer.weight.detach().fill_(1))
+    assert torch.equal(traced(torch.ones(3)), 3 + layer.bias) and not arriving._UNDER_WAY
+
+
+@pytest.mark.parametrize("what", ["capture_begin", "replay"])
+def test_a_cuda_graph_waits_for_everything(what: str) -> None:
+    _, said = on_its_way()
+    with pytest.raises(Exception):  # noqa: B017,PT011 - there is no device, or no graph
+        getattr(torch.cuda.CUDAGraph, what)(object())
+    assert said == ["landed"]
+
+
 def test_copies_are_no_parameters_on_their_way() -> None:
     parameter, said = on_its_way()
     copied = copy.deepcopy(parameter)

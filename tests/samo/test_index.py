@@ -2,6 +2,8 @@ import pytest
 import torch
 
 from axonn_plugins.optim.index import BLOCK
+from axonn_plugins.optim.state import read_state
+from axonn_plugins.optim.store import Entry, make_stores
 from samo import Index
 
 
@@ -26,6 +28,15 @@ def test_both_forms(numel: int, kept: float) -> None:
     assert forms["positions"].nbytes == 4 * expected.numel()
     assert forms["offsets"].nbytes == 2 * expected.numel() + 8 * (-(-numel // BLOCK) + 1)
     assert Index.from_mask(mask).nbytes == min(index.nbytes for index in forms.values())
+
+
+@pytest.mark.parametrize("numel", [2**31, 2**31 + 9])
+def test_positions_in_a_state_of_more_elements_than_32_bits_number(numel: int) -> None:
+    positions = torch.tensor([5, 2**31 - 1, numel - 1]).unique()
+    parameter = torch.nn.Parameter(torch.zeros(()).expand(numel))
+    stores = make_stores([Entry("w", parameter, 0, Index(positions, numel))], 2**20)
+    (read,) = read_state(stores, {}).values()
+    assert torch.equal(read["positions"].long(), positions)
 
 
 def test_a_sparse_middle() -> None:

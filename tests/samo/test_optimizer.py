@@ -109,6 +109,52 @@ def test_clipping_and_loss_scaling():
         assert mine == pytest.approx(theirs, rel=1e-5 if dtype is torch.float32 else 2e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_bound_without_end_clips_nothing_whatever_the_norm(dtype):
+    """As hosts ask for the norm: a gradient that is not finite, or whose square is not, leaves other weights as they would be."""
+    start = torch.randn(40, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ours, theirs = (
+        nn.Parameter(start.clone()),
+        nn.Parameter(start.to(torch.float64 if dtype.itemsize > 4 else torch.float32)),
+    )
+    rate = partial(torch.optim.SGD, lr=1e-26)
+    optimizer, reference = samo.Optimizer(rate, [ours], max_norm=float("inf")), rate([theirs])
+    gradient = (1e25 * torch.randn(40, generator=torch.Generator().manual_seed(1))).to(dtype)
+    for _ in range(2):
+        ours.grad, theirs.grad = gradient.clone(), gradient.to(theirs.dtype)
+        optimizer.step()
+        reference.step()
+        gradient[3] = torch.inf
+    assert ours.isfinite().sum() == 39
+    assert torch.equal(ours, theirs.to(dtype))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("saved", "dtype"),
+    [(torch.bfloat16, torch.bfloat16), (torch.float64, torch.float32), (torch.float32, torch.float64)],
+)
+def test_a_state_of_another_type_is_taken_as_torch_takes_it(saved, dtype, fused):
+    """As of torch's optimizer in 16 bits, which has no float32 weights beside."""
+    factory = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+    ours, dense, masks = pair(0.5, dtype)
+    before = copy.deepcopy(dense).to(saved)
+    first = factory([parameter for parameter in before.parameters() if parameter.requires_grad])
+    train(before, lambda: (first.step(), first.zero_grad()), steps=3)
+    for model in (ours, dense):
+        model.load_state_dict(before.state_dict())
+    trained = {name: parameter for name, parameter in ours.named_parameters() if parameter.requires_grad}
+    masks = {name: mask for name, mask in masks.items() if name in trained}
+    optimizer = samo.Optimizer(partial(factory, fused=fused), trained.items(), masks)
+    reference = Masked(factory, dense, masks)
+    for each in (optimizer, reference.optimizer):
+        each.load_state_dict(copy.deepcopy(first.state_dict()))
+    moments = {state["exp_avg"].dtype for state in optimizer.state_dict()["state"].values() if "exp_avg" in state}
+    assert moments == {torch.promote_types(dtype, torch.float32)}
+    close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    assert train(ours, optimizer.step) == pytest.approx(train(dense, reference.step), rel=close)
+
+
 def test_overflows_are_skipped_as_gradscaler_does():
     ours, dense, masks = pair(0.8, torch.float16)
     scale = samo.LossScale(2.0**20, growth_interval=3)

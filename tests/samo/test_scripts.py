@@ -1,6 +1,9 @@
 """What a plain script does beside the optimizer: it is heard, or refused in a sentence, and never without effect."""
 
 import copy
+import gc
+import weakref
+from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -96,6 +99,18 @@ def test_the_later_of_two_optimizers_has_the_gradients():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+def test_a_model_that_is_let_go_leaves_nothing_behind():
+    def let_go():
+        model, masks = pruned()
+        optimizer = samo.Optimizer(SGD, model, masks)
+        train(model, optimizer.step)
+        return [weakref.ref(one) for one in (optimizer, *optimizer.stores, *model.parameters())]
+
+    held = let_go()
+    gc.collect()
+    assert [one() for one in held] == [None] * len(held)
+
+
 def replace_data(model, state):
     for name, parameter in model.named_parameters():
         parameter.data = state[name].clone()
@@ -163,6 +178,96 @@ def test_memory_that_changes_under_the_compiled_step_counts_or_is_refused():
         torch.testing.assert_close(mine, theirs)
     model.double()
     with pytest.raises(RuntimeError, match=r"'0\.weight' is torch.float64 on cpu, and was torch.float32"):
+        train(model, optimizer.step)
+
+
+def anew(optimizer):
+    optimizer.state.clear()
+
+
+def another(optimizer):
+    optimizer.state = defaultdict(dict)
+
+
+def one_by_one(optimizer):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {}
+
+
+def popped(optimizer):
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+
+
+@pytest.mark.parametrize("throw_away", [anew, another, one_by_one, popped])
+@pytest.mark.parametrize("host", [False, True])
+def test_states_that_a_script_throws_away_are_forgotten(throw_away, host):
+    model, masks = pruned()
+    dense = copy.deepcopy(model)
+    optimizer, reference = samo.Optimizer(SGD, model, masks, host=host), Masked(SGD, dense, masks)
+    for _ in range(2):
+        train(model, optimizer.step)
+        train(dense, reference.step)
+        throw_away(optimizer)
+        throw_away(reference.optimizer)
+    train(model, optimizer.step)
+    train(dense, reference.step)
+    assert all(torch.equal(*both) for both in zip(model.parameters(), dense.parameters(), strict=True))
+
+
+def without_first(groups):
+    groups[0]["params"] = groups[0]["params"][1:]
+
+
+def with_another(groups):
+    groups[1]["params"].append(nn.Parameter(torch.zeros(2)))
+
+
+def with_another_group(groups):
+    groups.append({**groups[0], "params": [nn.Parameter(torch.zeros(2))]})
+
+
+def regrouped(groups):
+    groups[1]["params"].insert(0, groups[0]["params"].pop())
+
+
+@pytest.mark.parametrize("change", [without_first, with_another, with_another_group, regrouped])
+def test_groups_that_a_script_gives_other_parameters_are_refused(change):
+    model, masks = pruned()
+    pairs = list(model.named_parameters())
+    optimizer = samo.Optimizer(SGD, [{"params": pairs[:2]}, {"params": pairs[2:], "lr": 1e-3}], masks)
+    train(model, optimizer.step)
+    change(optimizer.param_groups)
+    with pytest.raises(
+        RuntimeError,
+        match="param_groups have other parameters than when the optimizer was made.*make the optimizer anew",
+    ):
+        train(model, optimizer.step)
+
+
+def test_a_state_that_was_taken_stays_what_it_was():
+    model, masks = pruned()
+    optimizer = samo.Optimizer(partial(torch.optim.AdamW, lr=1e-2), model, masks)
+    train(model, optimizer.step)
+    taken = optimizer.state_dict()
+    kept = copy.deepcopy(taken)
+    train(model, optimizer.step)
+    for number, state in taken["state"].items():
+        assert all(torch.equal(value, kept["state"][number][key]) for key, value in state.items())
+
+
+def test_states_by_parameter_are_refused():
+    model, masks = pruned()
+    optimizer, weight = samo.Optimizer(SGD, model, masks), model[0].weight
+    train(model, optimizer.step)
+    assert weight not in optimizer.state and not list(optimizer.state.items())
+    for use in (lambda: optimizer.state[weight]["momentum_buffer"], lambda: optimizer.state.update({weight: {"a": 1}})):
+        with pytest.raises(RuntimeError, match=r"states of parts of parameters.*optimizer\.load_state_dict\(\)"):
+            use()
+    optimizer.state = {weight: {"momentum_buffer": torch.zeros(7, 5)}}
+    with pytest.raises(RuntimeError, match="was given a parameter's states"):
         train(model, optimizer.step)
 
 

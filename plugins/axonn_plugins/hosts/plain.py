@@ -31,7 +31,7 @@ from axonn_plugins.config import compose as pairs
 from axonn_plugins.hosts.common.agreement import meet
 from axonn_plugins.hosts.common.complete import files_in
 from axonn_plugins.hosts.common.composition import Composition
-from axonn_plugins.hosts.common.fingerprint import of_configuration, of_model, of_versions
+from axonn_plugins.hosts.common.fingerprint import of_arguments, of_configuration, of_model, of_versions
 from axonn_plugins.hosts.common.goldfish import LabelMask, Weight
 from axonn_plugins.hosts.common.portable import PortableState
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options, refuse_keys_of_deepspeed
@@ -252,7 +252,8 @@ def compose(
     except ConfigError as error:
         problem = str(error)
     settings: dict[str, Any] = {"axonn": dict(block), "stage": stage, "max_norm": max_norm, "loss_scale": loss_scale}
-    meet(problem, of_configuration(settings) | of_versions() | of_model(model))
+    chosen = of_arguments(model, None, None if parameters is None else groups, None)
+    meet(problem, of_configuration(settings) | of_versions() | of_model(model) | chosen)
     if found.pccl is not None:
         from axonn_plugins.pccl import world
 

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -153,9 +153,22 @@ def _look_at_calls() -> None:
 
 
 def _called(module: nn.Module, inputs: Any) -> None:
-    for parameter in module._parameters.values():
+    # What torch.jit has compiled calls the modules in it without asking any.
+    compiled = isinstance(module, torch.jit.ScriptModule)
+    for parameter in module.parameters() if compiled else module._parameters.values():
         if type(parameter) is Arriving:
             parameter._expected.finish()
+
+
+def _behind_all(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a CUDA graph, which knows of addresses alone, behind all that is on its way."""
+
+    @wraps(function)
+    def behind_all(*given: Any, **named: Any) -> Any:
+        _finish_all()
+        return function(*given, **named)
+
+    return behind_all
 
 
 def _finish_all() -> None:
@@ -174,6 +187,8 @@ def _arm() -> None:
         return wrap(tensor, level)
 
     eager_transforms._wrap_for_grad = wrap_for_grad  # of torch.func's transforms of gradients
+    for name in ("capture_begin", "replay"):
+        setattr(torch.cuda.CUDAGraph, name, _behind_all(getattr(torch.cuda.CUDAGraph, name)))
     atexit.register(_finish_all)  # other ranks may still wait for what this one sends
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_finish_all)  # nothing arrives in a child

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from axonn_plugins.optim.alike import require_alike
 from axonn_plugins.optim.state import load_masters
 from axonn_tp.comm.clipping import clip_by
 
@@ -26,31 +27,122 @@ _takers: Any = WeakTensorKeyDictionary()
 class Taker:
     """The optimizer that one parameter's gradients go to, for as long as that lives, and no other has taken its place.
 
+    It keeps neither alive, as `_takers` has it for as long as the parameter lives.
+
     Args:
         optimizer: which.
         entry: of the parameter.
     """
 
     def __init__(self, optimizer: FlatOptimizer, entry: Entry) -> None:
-        self.optimizer, self.entry = weakref.ref(optimizer), entry
+        self.optimizer, self._entry = weakref.ref(optimizer), weakref.ref(entry)
         self._take: Any = weakref.WeakMethod(optimizer._take)
         self._hook = entry.parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def _arrived(self, parameter: Tensor) -> None:
-        take = self._take()
-        if take is not None:
-            take(self.entry)
+        take, entry = self._take(), self._entry()
+        if take is not None and entry is not None:
+            take(entry)
+
+    def named(self) -> str | None:
+        """The name of the parameter, if the optimizer has taken a gradient of it and says so where one finds none."""
+        optimizer, entry = self.optimizer(), self._entry()
+        heard = optimizer is not None and optimizer.refuses_clipping
+        return entry.name if heard and entry is not None and entry.arrived else None
 
     def remove(self) -> None:
         """Leave gradients where backward puts them."""
         self._hook.remove()
-        if _takers.get(self.entry.parameter) is self:
-            del _takers[self.entry.parameter]
+        entry = self._entry()
+        if entry is not None and _takers.get(entry.parameter) is self:
+            del _takers[entry.parameter]
+
+
+class States(dict[Any, Any]):
+    """What a script finds under ``optimizer.state``: nothing to read, as parts of parameters have states; what it throws away is forgotten.
+
+    Args:
+        optimizer: whose.
+    """
+
+    def __init__(self, optimizer: FlatOptimizer) -> None:
+        super().__init__()
+        self._optimizer = weakref.ref(optimizer)
+
+    def __missing__(self, parameter: Any) -> Any:
+        raise RuntimeError(f"optimizer.state was asked for a parameter's states, {_BY_PARTS}")
+
+    def __setitem__(self, parameter: Any, states: Any) -> None:
+        if states:
+            raise RuntimeError(f"optimizer.state was given a parameter's states, {_BY_PARTS}")
+        self._forget([parameter])
+
+    def __delitem__(self, parameter: Any) -> None:
+        self._forget([parameter])
+
+    def pop(self, parameter: Any, *default: Any) -> Any:
+        """Forget a parameter's states."""
+        self._forget([parameter])
+        return default[0] if default else {}
+
+    def clear(self) -> None:
+        """Begin anew, as a new optimizer would."""
+        self._forget(None)
+
+    def update(self, *given: Any, **named: Any) -> None:
+        """Each as if it were set by itself."""
+        for parameter, states in dict(*given, **named).items():
+            self[parameter] = states
+
+    def setdefault(self, parameter: Any, default: Any = None) -> Any:
+        """Refused: it reads."""
+        return self[parameter]
+
+    def __reduce__(self) -> Any:
+        return dict, ()
+
+    def _forget(self, parameters: list[Any] | None) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        wanted = None if parameters is None else {id(parameter) for parameter in parameters}
+        entries = {entry for entry in optimizer.entries if wanted is None or id(entry.parameter) in wanted}
+        for segment in (segment for store in optimizer.stores for segment in store.segments):
+            if segment.entry in entries:
+                optimizer.inner.state.pop(segment.weights, None)
+        if optimizer._whole is not None:
+            optimizer._whole.forget(entries)
+
+
+_BY_PARTS = (
+    "and this optimizer has states of parts of parameters, of which ranks may hold a share each; read them by optimizer.state_dict(), and change them by "
+    "optimizer.load_state_dict()"
+)
+
+
+def _obey_new_states(optimizer: FlatOptimizer) -> None:
+    """A script may have put a dictionary of its own in the place of the states.
+
+    Raises:
+        RuntimeError: there is something in it.
+    """
+    given = optimizer.state
+    if not isinstance(given, States):
+        optimizer.state = States(optimizer)  # type: ignore[assignment]
+        optimizer.state.clear()
+        for parameter, states in given.items():
+            optimizer.state[parameter] = states
 
 
 def take_over(optimizer: FlatOptimizer) -> list[Taker]:
-    """Have gradients go to a new optimizer, and to no earlier one over the same parameters, whose steps are errors then."""
+    """Have gradients go to a new optimizer, and to no earlier one over the same parameters, whose steps are errors then.
+
+    Raises:
+        ValueError: ranks that sum gradients have other parameters, options or masks.
+    """
+    require_alike(optimizer.entries, optimizer.param_groups)
     clip_by(_refuse_clipping_of_nothing)
+    optimizer.state = States(optimizer)  # type: ignore[assignment]
     takers = []
     for entry in optimizer.entries:
         before = _takers.get(entry.parameter)
@@ -99,6 +191,8 @@ def look_around(optimizer: FlatOptimizer) -> None:
     Raises:
         RuntimeError: gradients that would be left out, that were never summed, or of which there are two.
     """
+    _obey_new_states(optimizer)
+    _require_members(optimizer)
     if optimizer.superseded is not None:
         raise RuntimeError(
             f"the gradients of {optimizer.superseded!r} go to another optimizer that was made later; make one of all "
@@ -121,6 +215,23 @@ def look_around(optimizer: FlatOptimizer) -> None:
             optimizer._take(entry)
     if written := _written_since(optimizer):
         optimizer._written(written)
+
+
+def _require_members(optimizer: FlatOptimizer) -> None:
+    """Refuse groups whose lists of parameters a script has changed: what is trained was laid out when the optimizer was made.
+
+    Raises:
+        RuntimeError: they are other ones.
+    """
+    numbers = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    moved = (entry.name for entry in optimizer.entries if numbers.get(id(entry.parameter)) != entry.group)
+    name = next(moved, None)
+    if name is not None or len(numbers) != len(optimizer.names):
+        what = "one is there that was not" if name is None else f"{name!r} is no longer where it was"
+        raise RuntimeError(
+            f"param_groups have other parameters than when the optimizer was made ({what}); freeze a parameter by requires_grad_(False), which had a gradient "
+            "then, and make the optimizer anew for others"
+        )
 
 
 def take_written(optimizer: FlatOptimizer) -> None:
@@ -168,11 +279,10 @@ def _refuse_clipping_of_nothing(parameters: list[Any], most: float, norm: Tensor
     """Have torch's functions say that they find no gradients."""
     for parameter in parameters:
         taker = _takers.get(parameter)
-        optimizer = None if taker is None else taker.optimizer()
-        refuses = optimizer is not None and optimizer.refuses_clipping
-        if refuses and taker.entry.arrived and parameter.grad is None:
+        name = None if taker is None else taker.named()
+        if name is not None and parameter.grad is None:
             raise RuntimeError(
-                f"clip_grad_{'norm' if norm is not None else 'value'}_ finds no gradient in {taker.entry.name!r}, which the optimizer has taken as backward "
+                f"clip_grad_{'norm' if norm is not None else 'value'}_ finds no gradient in {name!r}, which the optimizer has taken as backward "
                 "brought it; give the optimizer max_norm (under DeepSpeed gradient_clipping), and leave it out"
             )
     return False

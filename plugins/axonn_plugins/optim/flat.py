@@ -335,7 +335,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         state, given = by_parameter(
             state_dict, self._parameters, len(self.param_groups), shards_of(self.entries, self.mesh)
         )
-        read = {entry: on_index(entry, state[entry.parameter]) for entry in self.entries}
+        read = {entry: on_index(entry, state[entry.parameter], self.inner) for entry in self.entries}
         for ours, group in zip(self.param_groups, given, strict=True):
             ours.update({key: value for key, value in group.items() if key not in ("params", "param_names")})
         if self.loss_scale is not None and state_dict.get("loss_scale"):

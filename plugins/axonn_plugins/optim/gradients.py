@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -49,8 +50,8 @@ def check_norm(most: float | None) -> None:
 
 
 def clip_factor(norm: Tensor, most: float) -> Tensor:
-    """The factor of gradients of this norm after which it is at most `most`."""
-    return (most / (norm + 1e-6)).clamp(max=1.0)
+    """The factor of gradients of this norm after which it is at most `most`; 1 where that is infinite, whatever the norm."""
+    return torch.ones_like(norm) if math.isinf(most) else (most / (norm + 1e-6)).clamp(max=1.0)
 
 
 def squares_of(stores: list[Store], size: int) -> dict[str, Tensor]:

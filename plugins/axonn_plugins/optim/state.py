@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from axonn_plugins.optim.gathering import gather, gather_weights
+from axonn_plugins.optim.index import Index
 from axonn_plugins.optim.store import Bucket, Entry, Segment, Store
 from axonn_plugins.optim.tiles import settle
 from axonn_tp import Mesh, layout_of
+from axonn_tp.comm.optimizer_trial import BY_ELEMENT
 
 _SHARDS = "shards"
 MASTER = "master"
@@ -72,12 +74,17 @@ def read_state(
             keys = keys_of(bucket, kinds, store)
             vectors = {key: _whole(key, dtype, bucket, mine[bucket], state, store) for key, dtype in keys.items()}
             for entry in bucket.entries:
-                read: dict[str, Any] = {} if entry.index is None else {"positions": entry.index.positions().int()}
+                read: dict[str, Any] = {} if entry.index is None else {"positions": _positions(entry.index)}
                 for key, vector in vectors.items():
                     if key == MASTER or key in kinds.get(entry.name, {}):
                         read[key] = bucket.of(entry, vector).to(device or vector.device, copy=True)
-                found[entry] = read | values.get(entry.name, {})
+                found[entry] = read | copy.deepcopy(values.get(entry.name, {}))
     return found
+
+
+def _positions(index: Index) -> Tensor:
+    """In 32 bits where these number the tensor's elements."""
+    return index.positions() if index.numel > 2**31 else index.positions().int()
 
 
 def dense_parts(
@@ -183,8 +190,13 @@ def write_state(
     gather_weights([store for store in stores if store.master is not None], size)
 
 
-def on_index(entry: Entry, state: Mapping[str, Any]) -> dict[str, Any]:
+def on_index(entry: Entry, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """State of one parameter as kept elements of this entry, from those of another index or from dense tensors.
+
+    Args:
+        entry: the parameter's.
+        state: as it was saved.
+        optimizer: that is to take it.
 
     Raises:
         ValueError: it is of another shape.
@@ -197,7 +209,7 @@ def on_index(entry: Entry, state: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, Tensor) or (value.dim() == 0 and (key == "step" or shape != ())):
             found[key] = value
             continue
-        value = value.to(entry.parameter.device)
+        value = value.to(entry.parameter.device, _kind(value, entry, state, optimizer))
         if positions is not None:
             full = value.new_zeros(entry.parameter.numel())
             full[positions.to(value.device)] = value
@@ -210,6 +222,15 @@ def on_index(entry: Entry, state: Mapping[str, Any]) -> dict[str, Any]:
             )
         found[key] = entry.read(full, 0, entry.kept)
     return found
+
+
+def _kind(value: Tensor, entry: Entry, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> torch.dtype:
+    """In which type a state is kept: that of the weights which are stepped where an optimizer that stepped others has saved it."""
+    wide = torch.promote_types(entry.parameter.dtype, torch.float32)
+    # Torch's own have states in their weights' type; what others keep in 16 bits beside float32 weights is their choice.
+    own = type(optimizer) in BY_ELEMENT or type(optimizer) is getattr(torch.optim, "Muon", None)
+    of_low = value.dtype == entry.parameter.dtype and MASTER not in state
+    return wide if value.is_floating_point() and (own or of_low) else value.dtype
 
 
 def shards_of(entries: Iterable[Entry], mesh: Mesh | None) -> dict[str, list[str]]:

@@ -21,6 +21,9 @@ from axonn_tp.checkpoint.optimizer import Piece, Pieces
 from axonn_tp.checkpoint.planner import Shard
 from axonn_tp.checkpoint.state import Notes, Shards
 
+_SUM = "first"
+"""The key of sums of first gradients, by which weights are to be scored."""
+
 
 class OwnState:
     """The optimizer as any torch optimizer of the dense model, for a while.
@@ -100,7 +103,14 @@ class OwnState:
             )
             for key, mask in shards.items()
         }
-        return made, {"pruned": pruning.pruned, "search": search, "owed": pruning.owed}
+        notes: Notes = {"pruned": pruning.pruned, "search": search, "owed": pruning.owed}
+        if (first := pruning.first_gradients) is not None and first.taken:
+            sums = first.so_far(self._states)
+            made |= {
+                f"samo.{name}.{_SUM}": Shard(one, layout_of(pruning.parameters[name])) for name, one in sums.items()
+            }
+            notes["taken"] = first.taken
+        return made, notes
 
     def take_masks(self, reading: Any) -> None:
         """Prune as the checkpoint is, which may be dense; every rank calls it."""
@@ -109,16 +119,19 @@ class OwnState:
             return
         kept = {name for name in reading.notes["tensors"] if name.startswith("samo.")}
 
-        def read(key: str) -> Masks:
+        def numbers(key: str) -> Masks:
             parts = {
-                name: torch.zeros_like(parameter, dtype=torch.uint8)
+                name: torch.zeros_like(parameter, dtype=reading.notes["tensors"][f"samo.{name}.{key}"][1])
                 for name, parameter in pruning.parameters.items()
                 if f"samo.{name}.{key}" in kept
             }
             reading.read(
                 {f"samo.{name}.{key}": Shard(t, layout_of(pruning.parameters[name])) for name, t in parts.items()}
             )
-            return {name: part.bool() for name, part in parts.items()}
+            return parts
+
+        def read(key: str) -> Masks:
+            return {name: part.bool() for name, part in numbers(key).items()}
 
         masks = pruning.forget()
         if saved["pruned"]:
@@ -128,6 +141,8 @@ class OwnState:
             pruning.owed = saved.get("owed", False)
         else:
             pruning.resume_search(saved["search"], read)
+            if pruning.first_gradients is not None and saved.get("taken"):
+                pruning.first_gradients.go_on(saved["taken"], numbers(_SUM))
         # Gradients that no step has consumed are of other weights.
         self._states.zero_grad()
         self._states.prune(masks)

@@ -107,7 +107,7 @@ def _masks(optimizer: StateOptimizer) -> tuple[dict[str, Any], dict[str, Masks]]
     dist.all_gather_object(everyone, {key: list(masks) for key, masks in found.items()})
     keys = sorted({key for one in everyone for key in one})
     names = {key: sorted({name for one in everyone for name in one.get(key, ())}) for key in keys}
-    return {"pruned": pruning.pruned, "search": search, "names": names}, found
+    return {"pruned": pruning.pruned, "search": search, "owed": pruning.owed, "names": names}, found
 
 
 def _read_masks(
@@ -148,8 +148,10 @@ def take(optimizer: StateOptimizer, read: Mapping[str, Any]) -> None:
     optimizer.optimizer.load_state_dict({"state": state, "param_groups": groups, "loss_scale": None})
     if optimizer.grad_scaler is not None and "grad_scaler" in read:
         optimizer.grad_scaler.load_state_dict(read["grad_scaler"])
-    pruning = optimizer.composition.pruning
-    if pruning is not None and not pruning.pruned:
+    pruning, notes = optimizer.composition.pruning, read.get(NOTES, {})
+    if pruning is not None and pruning.pruned:
+        pruning.owed = notes.get("owed", False)
+    elif pruning is not None:
         names = optimizer.host.serial_names()
-        search = read.get(NOTES, {}).get("search")
+        search = notes.get("search")
         pruning.resume_search(search, lambda key: _read_masks(optimizer, read, names, key))

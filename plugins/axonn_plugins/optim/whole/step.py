@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -257,6 +257,12 @@ class WholeStep:
             device = matrix.entry.parameter.device
             beside = {key: value.to(device, copy=True) for key, value in values.pop(WHOLE, {}).items()}
             matrix.known = Known(along, values | beside)
+
+    def forget(self, entries: Container[Entry]) -> None:
+        """Know nothing of these parameters' states any more, which are thrown away; every rank calls it."""
+        for matrix in self._matrices:
+            if matrix.entry in entries:
+                matrix.known = Known()
 
     def go_on_from(self, other: WholeStep) -> None:
         """Know what the step of the same parameters knew before they were laid out anew."""
