@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 from typing import Any
 
@@ -18,6 +19,7 @@ from axonn_plugins.config import TensorParallel
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, LayerPlan, Mesh, layout_of, place
 from axonn_tp.comm.unplanned_gradients import differing_axes, sketch
+from axonn_tp.compiled import layers as compiled
 from tests.axonn_tp.test_grids import gpt_plan, whole
 from tests.distributed import run_ranks
 from tests.matrix import thorough
@@ -130,6 +132,11 @@ def losses_and_norms() -> dict[str, float]:
     found["embedding gradient"] = (
         (whole(split_table.weight, split_table.weight.grad, mesh) - table.weight.grad).abs().max().item()
     )
+    compiled_table = copy.deepcopy(table)
+    compiled.Embedding.convert(compiled_table, mesh)
+    for unknown, each in itertools.product((-1, 9, 10), (table, split_table, compiled_table)):
+        with pytest.raises((IndexError, RuntimeError), match="index out of range|not one of the embedding's 9 rows"):
+            each(torch.tensor([[0, unknown]]))
     return found
 
 
