@@ -225,6 +225,7 @@ class CrossEntropyLoss(cross_entropy.CrossEntropyLoss):
 
     name: str
     letters: str
+    shares: int
 
     @classmethod
     def convert(
@@ -233,12 +234,12 @@ class CrossEntropyLoss(cross_entropy.CrossEntropyLoss):
         """See `axonn_tp.CrossEntropyLoss.convert`."""
         super().convert(module, mesh, axes, classes)
         assert isinstance(module, cls)
-        split = share_of(mesh.grid, mesh.coordinates, axes).count > 1
-        module.name, module.letters = graph.name_of(mesh), "".join(axes) if split else ""
+        module.shares = share_of(mesh.grid, mesh.coordinates, axes).count
+        module.name, module.letters = graph.name_of(mesh), "".join(axes) if module.shares > 1 else ""
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Loss of this rank's rows, reduced as `self.reduction` says; targets equal to `ignore_index` do not count."""
-        if not self.letters:
+        if not self.letters or not self.takes(input, self.shares):
             return super(cross_entropy.CrossEntropyLoss, self).forward(input, target)
         losses, weights = graph.losses(
             input, target, self.weight, self.classes, self.label_smoothing, self.ignore_index, self.name, self.letters

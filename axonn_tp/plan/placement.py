@@ -220,7 +220,8 @@ def place(model: nn.Module, grid: Grid, plan: Plan | None = None, options: Optio
             check_group_norm(module, grid, ("x", "y") if scatter else ("x",), name)  # type: ignore[arg-type]
         elif layer.kind == "loss":
             check_loss(module, _head_sizes(model, named), name)  # type: ignore[arg-type]
-        classes = min(_head_sizes(model, named)) if layer.kind == "loss" else None
+        sizes = _head_sizes(model, named) if layer.kind == "loss" else set()
+        classes = min(sizes) if len(sizes) == 1 else None
         tied = layer.kind == "embedding" and id(module.weight) in heads
         placement = Placement(name, module, layer.kind, split, options, scatter_tokens, classes, tied, scatter)
         placement.counts, placement.readers = layer.counts, reading.get(name, ())
