@@ -99,6 +99,36 @@ def _shared_uses() -> None:
                     assert (mine.grad - other.grad).abs().max() < 1e-12
 
 
+class _Scaled(nn.Module):
+    """A pair between whose layers an argument comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor, by: Tensor) -> Tensor:
+        return self.down(self.up(x) * by.exp())
+
+
+def _arguments_on_shares() -> None:
+    """Gradients of what a model is given are whole, or refused."""
+    for sizes in ({"gx": 2}, {"gy": 2}):
+        torch.manual_seed(6)
+        serial = _Scaled().double()
+        model = parallelize(copy.deepcopy(serial), Mesh.create(**sizes), {"up": "normal", "down": "transposed"})
+        x, by = (torch.randn(shape, dtype=torch.float64) for shape in ((3, 8), (3, 1)))
+        x.requires_grad_()
+        (wanted,) = torch.autograd.grad(serial(x, by).square().mean(), x)
+        (found,) = torch.autograd.grad(model(x, by).square().mean(), x)
+        assert (found - wanted).abs().max() < 1e-12, sizes
+        source = torch.zeros(3, 1, dtype=torch.float64, requires_grad=True)
+        for passes, given in enumerate((source, source + by)):
+            model = parallelize(copy.deepcopy(serial), Mesh.create(**sizes), {"up": "normal", "down": "transposed"})
+            model.train(not passes)  # as a search for an adversarial input has it, too
+            with pytest.raises(ValueError, match=r"given a tensor of shape \(3, 1\) that needs a gradient"):
+                model(x, given)
+
+
 def _whole_last_layer() -> None:
     """A layer that the plan does not name reads a stream of shares: it gives what the serial one gives, on every rank."""
     plan = {"table": "embedding", "up": "normal", "down": "transposed"}
@@ -227,6 +257,7 @@ def _several_passes() -> None:
 
 def _all_refusals() -> list[str]:
     _several_passes()
+    _arguments_on_shares()
     _shared_uses()
     _copied_and_changed()
     _penalties()
