@@ -21,6 +21,10 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "norm": lambda stream, inner: stream.norm(),
     "sum by elements": lambda stream, inner: 0.5 * inner.square().sum() / inner.numel(),
     "beside another": lambda stream, inner: 0.1 * inner.square().mean() + 2.0,
+    "norm by hand": lambda stream, inner: (stream.square().sum() + 1e-9).sqrt(),
+    "of two": lambda stream, inner: (stream.square().sum() + 2 * inner.square().sum()).double() ** 0.5,
+    "product": lambda stream, inner: 0.5 * stream.sum() * inner.sum(),
+    "inverse": lambda stream, inner: 1 / (1 + inner.square().sum()),
     "of a function": lambda stream, inner: nn.functional.mse_loss(inner, torch.ones_like(inner)),
 }
 
@@ -72,6 +76,7 @@ def _refusals() -> list[str]:
                     said.append(str(error))
         stream, _, whole = model(torch.arange(6).view(2, 3))
         assert type(stream.sum() * 2) is not Tensor and type(stream.sum() + whole.sum()) is Tensor
+        assert type((stream.sum() - stream.sum().mean()).clone()) is type(stream.sum())
         (stream.square().sum() / 7).backward(retain_graph=True)
         (whole.square().mean() + stream.sum()).backward()  # shares' sums add up to the whole's, as their gradients do
     return said
