@@ -82,13 +82,14 @@ def _loss(
     given, target = target, real_targets(target, ignore_index)
     if reduction == "none":
         return F.cross_entropy(input, given, reduction=reduction, **settings)
-    total = F.cross_entropy(input, target, reduction="sum", **settings)
+    rows = F.cross_entropy(input, target, reduction="none", **settings)
+    total = rows.sum(dtype=torch.promote_types(rows.dtype, torch.float32))
     if reduction == "sum":
-        return over_sequence(total)
+        return over_sequence(total).to(rows.dtype)
     counted = target != ignore_index
-    count = counted.sum().to(total) if weight is None else weight[target[counted]].sum().to(total)
+    count = counted.sum().to(total) if weight is None else weight.to(total)[target[counted]].sum()
     total, count = over_sequence(torch.stack([total, count])).unbind()
-    return total / count
+    return (total / count).to(rows.dtype)
 
 
 def _places(call: Call, *args: Any, **kwargs: Any) -> Tensor:

@@ -323,6 +323,11 @@ def placed(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
+def in_half(logits: Tensor, ids: Tensor, reduction: str = "mean") -> Tensor:
+    """Of 16 bits, which have no number as large as the sum over tokens."""
+    return F.cross_entropy((1e4 * logits.flatten(0, 1)).half(), ids.flatten(), reduction=reduction)
+
+
 def own_losses(mesh: Mesh) -> None:
     """Losses that look beyond a share, or not beyond it; and one of what a model gives beside its loss."""
     for loss, why in (
@@ -332,6 +337,10 @@ def own_losses(mesh: Mesh) -> None:
     ):
         with pytest.raises(ValueError, match=f"Own cannot share sequences over 2 ranks of z: it .*{why}"):
             parallelize(seeded(partial(Own, loss)), mesh)(ids())
+    half = parallelize(seeded(partial(Own, in_half)), mesh)(ids(tokens=200))
+    rows = seeded(partial(Own, partial(in_half, reduction="none")))(ids(tokens=200))
+    torch.testing.assert_close(half, rows.double().mean().half())
+    assert rows.double().sum() > torch.finfo(torch.float16).max
     value, logits = parallelize(seeded(partial(Own, placed, True)), mesh)(ids())
     with pytest.raises(ValueError, match="a loss is computed of what the model gives beside its own loss"):
         (value + logits.square().mean()).backward()
