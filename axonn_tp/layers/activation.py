@@ -19,6 +19,7 @@ from torch.overrides import get_default_nowrap_functions
 
 from axonn_tp.comm.shard_gradients import OwnRead
 from axonn_tp.grid.mesh import AXES, Mesh
+from axonn_tp.layers.classes import refuse_across
 from axonn_tp.layers.dropout import drawing, forked
 from axonn_tp.layers.tokens import Tokens, followed, joined
 from axonn_tp.layers.whole_weight import WholeWeight, in_place
@@ -35,11 +36,13 @@ class ActivationSplit:
         over: of x and y, the axes of more than one rank among whose ranks it differs.
         coordinates: this rank's place on all axes.
         tokens: how its tokens lie; None where every rank has them all, in their place.
+        classes: its features are classes, of which each rank has some.
     """
 
     over: tuple[str, ...]
     coordinates: Mapping[str, int]
     tokens: Tokens | None = None
+    classes: bool = False
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -49,7 +52,7 @@ class ActivationSplit:
     def joined(self, other: ActivationSplit) -> ActivationSplit:
         """Split of a tensor that is made of two activations."""
         over = self.over if set(other.over) <= set(self.over) else tuple(dict.fromkeys((*self.over, *other.over)))
-        return ActivationSplit(over, self.coordinates, joined(self.tokens, other.tokens))
+        return ActivationSplit(over, self.coordinates, joined(self.tokens, other.tokens), self.classes or other.classes)
 
 
 class Activation(Tensor):
@@ -73,6 +76,8 @@ class Activation(Tensor):
         with unwatched():
             if split is None or function in _APART:
                 return function(*args, **kwargs)
+            if split.classes:
+                refuse_across(function, args, kwargs)
             if function in _COUNTING:
                 return ShareCount(function(*args, **kwargs))
             if uses_on_shares:
@@ -308,7 +313,9 @@ def plain(tensor: Tensor) -> Tensor:
         return tensor.as_subclass(Tensor)
 
 
-def split_among(tensor: Tensor, mesh: Mesh, over: tuple[str, ...], tokens: Tokens | None = None) -> Tensor:
+def split_among(
+    tensor: Tensor, mesh: Mesh, over: tuple[str, ...], tokens: Tokens | None = None, classes: bool = False
+) -> Tensor:
     """Note on a tensor that was just made how it is split.
 
     Args:
@@ -316,9 +323,10 @@ def split_among(tensor: Tensor, mesh: Mesh, over: tuple[str, ...], tokens: Token
         mesh: the mesh.
         over: axes among whose ranks it may differ.
         tokens: how its tokens lie.
+        classes: see `ActivationSplit`.
     """
     axes = tuple(axis for axis in over if mesh.size(axis) > 1)
-    return _noted(tensor, ActivationSplit(axes, mesh.coordinates, tokens)) if axes else tensor
+    return _noted(tensor, ActivationSplit(axes, mesh.coordinates, tokens, classes)) if axes else tensor
 
 
 def split_as(tensor: Tensor, other: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -260,7 +261,39 @@ def _several_passes() -> None:
             torch.autograd.grad(model(tokens).square().mean(), getattr(model, name).weight, create_graph=True)
 
 
+ACROSS: dict[str, Callable[[Tensor], Any]] = {
+    "argmax": lambda logits: logits.argmax(-1) == 0,
+    "max": lambda logits: torch.max(logits, dim=2).indices,
+    "topk": lambda logits: logits.topk(2).values,
+    "log_softmax": lambda logits: torch.nn.functional.log_softmax(logits / 2, dim=-1),
+    "logsumexp": lambda logits: logits.float().logsumexp(-1).square().sum(),
+    "cross_entropy": lambda logits: torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(6).long()),
+}
+
+
+def _classes() -> None:
+    """Logits that a plan leaves split, for its loss, are none to predict by."""
+    tokens, plan = torch.arange(6).view(2, 3), {"up": "normal", "down": "transposed", "last": "head", "loss": "loss"}
+    torch.manual_seed(7)
+    serial: Any = Net().double()
+    serial.last, serial.loss = nn.Linear(8, 6).double(), nn.CrossEntropyLoss()
+    for sizes, layout in itertools.product(({"gx": 2}, {"gy": 2}), ("scattered", "replicated")):
+        model = parallelize(copy.deepcopy(serial), Mesh.create(**sizes), plan, Options(layout=layout))
+        _, _, logits = model(tokens)
+        split = type(logits) is not Tensor
+        assert split == (layout == "scattered" or "gx" in sizes)
+        for name, function in ACROSS.items() if split else ():
+            with pytest.raises(ValueError, match=f"{name} looks across the classes of logits"):
+                function(logits)
+        logits = torch.max(logits, torch.zeros_like(logits)).softmax(1)
+        wanted = serial(tokens)[2].clamp(min=0).softmax(1)
+        targets = tokens.flatten()
+        found = model.loss(logits.flatten(0, 1), targets) - serial.loss(wanted.flatten(0, 1), targets)
+        assert found.abs() < 1e-12
+
+
 def _all_refusals() -> list[str]:
+    _classes()
     _several_passes()
     _arguments_on_shares()
     _shared_uses()
