@@ -26,6 +26,7 @@ from axonn_tp.layers.weight import Split
 from axonn_tp.options import Options
 from axonn_tp.plan.adapters import refuse_adapters
 from axonn_tp.plan.counted_attributes import check_counts
+from axonn_tp.plan.own_forward import refuse_own_forward
 from axonn_tp.plan.resharding import decide
 from axonn_tp.plan.rules import KINDS, LayerPlan, Placement, Plan, linear_split
 from axonn_tp.plan.tables import refuse_tables
@@ -196,6 +197,7 @@ def place(model: nn.Module, grid: Grid, plan: Plan | None = None, options: Optio
             raise ValueError(
                 f"layer {name}: complex weights are not split; name the layer replicated in the plan, or leave it out"
             )
+        refuse_own_forward(module, name)
         split = None
         scatter = scattering.get(name, False)
         if nn.Linear in _CLASSES[layer.kind]:
