@@ -1,4 +1,4 @@
-"""Layers of a class of a script's own that computes something else than torch's: a plan that names one would put torch's in its place."""
+"""Layers of a class of a script's own that computes something else than torch's, in whose place ours would put torch's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from axonn_tp.grid.mesh import Grid
+from axonn_tp.layers.batch_norm import PLAIN, SyncBatchNorm
+
 _TORCH = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.CrossEntropyLoss, _ConvNd)
 
 
@@ -18,13 +21,33 @@ def refuse_own_forward(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: names it.
     """
-    if not isinstance(module, _TORCH) or type(module).forward.__module__.startswith("torch.nn.modules."):
+    if not (isinstance(module, _TORCH) and _is_own(module)):
         return
     if not (isinstance(module, nn.LayerNorm) and _normalises(module)):
         raise ValueError(
             f"layer {name}: {type(module).__name__} has a forward of its own, which a split layer would not run; name it replicated in the plan, or "
             "leave it out"
         )
+
+
+def refuse_own_statistics(model: nn.Module, grid: Grid, every: bool) -> None:
+    """Refuse BatchNorms with a forward of their own, as those that hold an activation, where they are to take the statistics of all ranks.
+
+    Raises:
+        ValueError: names the first.
+    """
+    kinds: tuple[type[nn.Module], ...] = (*PLAIN, nn.SyncBatchNorm) if every else (nn.SyncBatchNorm,)
+    for name, module in model.named_modules() if grid.batch > 1 else ():
+        group = getattr(module, "process_group", None)
+        if isinstance(module, kinds) and group is None and not isinstance(module, SyncBatchNorm) and _is_own(module):
+            raise ValueError(
+                f"layer {name}: {type(module).__name__} has a forward of its own, which the statistics of the samples of {grid.batch} ranks would replace; "
+                "use torch's BatchNorm and a module behind it, or leave sync_batch_norm out"
+            )
+
+
+def _is_own(module: nn.Module) -> bool:
+    return not type(module).forward.__module__.startswith("torch.nn.modules.")
 
 
 @torch.no_grad()

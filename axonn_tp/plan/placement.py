@@ -26,7 +26,7 @@ from axonn_tp.layers.weight import Split
 from axonn_tp.options import Options
 from axonn_tp.plan.adapters import refuse_adapters
 from axonn_tp.plan.counted_attributes import check_counts
-from axonn_tp.plan.own_forward import refuse_own_forward
+from axonn_tp.plan.own_forward import refuse_own_forward, refuse_own_statistics
 from axonn_tp.plan.resharding import decide
 from axonn_tp.plan.rules import KINDS, LayerPlan, Placement, Plan, linear_split
 from axonn_tp.plan.tables import refuse_tables
@@ -167,6 +167,7 @@ def place(model: nn.Module, grid: Grid, plan: Plan | None = None, options: Optio
     refuse_adapters(model, grid)
     refuse_tables(model, grid)
     named, options = _named_plan(model, plan or {}), options or Options()
+    refuse_own_statistics(model, grid, options.sync_batch_norm)
     kinds = {layer.kind for layer in named.values()}
     stream_split = "embedding" in kinds
     _check_together(kinds)
