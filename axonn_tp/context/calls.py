@@ -121,10 +121,6 @@ class Call:
             return 1
         return -1 if len(shape) and shape[-1] == tokens else None
 
-    def _has_tokens(self, values: Any) -> bool:
-        tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor)]
-        return any(self.token_dim(tensor.shape, self.tokens) is not None for tensor in tensors)
-
     def cut(self, values: Any) -> Any:
         """This rank's tokens of a tensor that has tokens, or of all among `values`."""
 
@@ -188,14 +184,16 @@ class Call:
         """Refuse arguments that are not the same on all ranks that share the sequences; all ranks of z call it.
 
         Returns:
-            Of the ranks of z, by what they go other ways through a model: which arguments have tokens, and whether samples are padded in front.
+            Of the ranks of z, by what they go other ways through a model: which arguments are given that may have tokens, and whether samples are
+            padded in front.
 
         Raises:
             ValueError: names the first, on all of them.
         """
         mine = {name: tuple(map(_digest, tree_leaves(value))) for name, value in arguments.items()}
         number = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "little")
-        kind = 2 * zlib.crc32(repr(sorted(filter(lambda name: self._has_tokens(arguments[name]), arguments))).encode())
+        names = [name for name, value in arguments.items() if any(map(_has_dims, tree_leaves(value)))]
+        kind = 2 * zlib.crc32(repr(sorted(names)).encode())
         kind += padded_in_front(arguments.get("attention_mask")) is not None
         found = all_gather(torch.tensor([[number, kind]], device=self.mesh.device), self.mesh, "z")
         first = self.mesh.rank("z") // self.mesh.size(AXIS) * self.mesh.size(AXIS)
@@ -209,6 +207,10 @@ class Call:
             f"the model's argument {odd} is not the same on the {self.mesh.size(AXIS)} ranks that share sequences along z; feed all of them "
             'the same samples, whole, by mesh.shard_batch or a sampler over mesh.rank("readers") of mesh.size("readers")'
         )
+
+
+def _has_dims(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _digest(value: Any) -> tuple:
