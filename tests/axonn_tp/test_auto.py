@@ -469,6 +469,26 @@ def test_the_search_changes_nothing() -> None:
     assert model.training and model.config.use_cache and model.config.num_attention_heads == 4
 
 
+NOTED: dict[str, torch.Tensor] = {}
+
+
+def _note(module: nn.Module, given: Any, made: torch.Tensor) -> None:
+    NOTED["last"] = made
+
+
+def test_hooks_of_a_script_note_nothing_of_the_search() -> None:
+    model, listed, kept = Mixing("good"), list[torch.Tensor](), dict[str, int]()
+    model.up.register_forward_hook(lambda module, given, made: listed.append(made))
+    model.up.register_forward_pre_hook(lambda module, given, kept=kept: kept.update(calls=kept.get("calls", 0) + 1))
+    model.down.register_forward_hook(_note)
+    plan, _ = auto_plan(model, Grid(2, 1, 2, 1))
+    assert plan and not listed and not kept and not NOTED
+    model(torch.randn(2, 8))
+    assert len(listed) == 1 and kept == {"calls": 1} and len(NOTED) == 1
+    model.up.register_forward_hook(lambda module, given, made: made * sum(made.shape[-1] for _ in listed))
+    assert not auto_plan(model, Grid(2, 1, 1, 1))[0] and len(listed) == 1
+
+
 def test_the_report_counts_what_placements_send() -> None:
     model, grid = FAMILIES["ours"][0](), Grid(2, 2, 2, 1)
     plan, report = auto_plan(model, grid)
