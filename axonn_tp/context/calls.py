@@ -192,8 +192,8 @@ class Call:
         """
         mine = {name: tuple(map(_digest, tree_leaves(value))) for name, value in arguments.items()}
         number = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "little")
-        names = [name for name, value in arguments.items() if any(map(_has_dims, tree_leaves(value)))]
-        kind = 2 * zlib.crc32(repr(sorted(names)).encode())
+        given = sorted(name for name, value in arguments.items() if any(map(_has_dims, tree_leaves(value))))
+        kind = 2 * zlib.crc32(repr(given).encode())
         kind += padded_in_front(arguments.get("attention_mask")) is not None
         found = all_gather(torch.tensor([[number, kind]], device=self.mesh.device), self.mesh, "z")
         first = self.mesh.rank("z") // self.mesh.size(AXIS) * self.mesh.size(AXIS)
