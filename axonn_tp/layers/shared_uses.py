@@ -151,7 +151,7 @@ def _of_a_layer(node: Any) -> bool:
 
 
 def _below(roots: Iterable[Any], ends: Callable[[Any], bool]) -> tuple[set[int], set[Any]]:
-    """What nodes are made of: tensors that were made of no other, by id, and nodes; what `ends` names is left out, unless it is a root."""
+    """Tensors that were made of no other, by id, and nodes, which nodes are made of; what `ends` names is left out, unless it is a root."""
     found: set[int] = set()
     waiting = [root for root in roots if root is not None]
     seen: set[Any] = set(waiting)

@@ -75,7 +75,7 @@ def refuse_own_backward(run: Run, cuts: Mapping[str, Cut]) -> None:
 
 
 def _ends(run: Run) -> list[tuple[str, Tensor]]:
-    """What linears were given, with their names."""
+    """Inputs of linears, with their names."""
     return [(name, tensor) for name in sorted(run.inputs) for tensor in run.inputs[name]]
 
 

@@ -91,7 +91,7 @@ _MADE: dict[Any, Callable[..., Any]] = {
     Tensor.normal_: lambda input, mean=0.0, std=1.0, **_: mean + 0.75 * std,
     torch.normal: lambda mean, std=1.0, *_, **__: mean + 0.75 * std,
 }
-"""What is drawn by functions whose numbers are each a draw of its own, as a number for all, or one for each."""
+"""Functions whose numbers are each a draw of its own, and a number in the place of all, or one for each."""
 
 
 def _between(low: float, high: float) -> float:
