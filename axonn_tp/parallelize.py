@@ -30,6 +30,7 @@ from axonn_tp.compiled import layers as compiled
 from axonn_tp.compiled.refusals import check_compiled
 from axonn_tp.context.model import share_sequences
 from axonn_tp.grid.distribute import agree_on_unread, broadcast, broadcast_buffers, read_rest, without_own
+from axonn_tp.grid.leaves import tensors_in
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.batch_norm import synchronise
 from axonn_tp.layers.boundary import make_states_whole
@@ -190,11 +191,15 @@ def _enter_forward(model: nn.Module, inputs: tuple, keywords: dict[str, Any]) ->
         # In `as_serial` layers are plain, and gather for themselves.
         if all(isinstance(layer, SplitWeight) for layer in layers):
             gathers.begin(layers)
-    if model.training and torch.is_grad_enabled():
-        forward.same.begin((inputs, keywords))
-        forward.uses.begin()
-        if forward.order.looks and forward.uses.looks:
-            look_at_losses(model)
+    given = inputs, keywords
+    if not torch.is_grad_enabled():
+        return
+    if model.training:
+        forward.same.begin(given)
+    if model.training or any(tensor.requires_grad for tensor in tensors_in(given)):
+        forward.uses.begin(given)
+    if model.training and forward.order.looks and forward.uses.looks:
+        look_at_losses(model)
 
 
 def _refuse_transforms(layers: Iterable[Gathers]) -> None:

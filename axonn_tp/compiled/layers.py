@@ -139,10 +139,13 @@ class Embedding(embedding.Embedding):
     first: int
     padding: int | None
     summed: bool
+    known: int | None
+    """Rows of the serial table, where this rank's may be others or more."""
 
     def _split(self, mesh: Mesh, layouts: Any) -> None:
         super()._split(mesh, layouts)
         self.held, self.summed = Block.of(self, mesh), mesh.size("x") > 1
+        self.known = None if self.held.shape[0] == self.num_embeddings else self.num_embeddings
         self.first, self.padding = self.held.shape[0] * mesh.rank("x"), None
         if self.padding_idx is not None and 0 <= self.padding_idx - self.first < self.held.shape[0]:
             self.padding = self.padding_idx - self.first
@@ -150,6 +153,8 @@ class Embedding(embedding.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """Look up the ids that lie in this rank's part of the vocabulary and sum over x."""
         table = self.held.made(self._parameters["weight"], cast=False)
+        if self.known is not None:
+            embedding.refuse_unknown(input, self.known)
         if not self.summed:
             return F.embedding(input, table, self.padding_idx)
         local = input - self.first
@@ -220,6 +225,7 @@ class CrossEntropyLoss(cross_entropy.CrossEntropyLoss):
 
     name: str
     letters: str
+    shares: int
 
     @classmethod
     def convert(
@@ -228,12 +234,12 @@ class CrossEntropyLoss(cross_entropy.CrossEntropyLoss):
         """See `axonn_tp.CrossEntropyLoss.convert`."""
         super().convert(module, mesh, axes, classes)
         assert isinstance(module, cls)
-        split = share_of(mesh.grid, mesh.coordinates, axes).count > 1
-        module.name, module.letters = graph.name_of(mesh), "".join(axes) if split else ""
+        module.shares = share_of(mesh.grid, mesh.coordinates, axes).count
+        module.name, module.letters = graph.name_of(mesh), "".join(axes) if module.shares > 1 else ""
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Loss of this rank's rows, reduced as `self.reduction` says; targets equal to `ignore_index` do not count."""
-        if not self.letters:
+        if not self.letters or not self.takes(input, self.shares):
             return super(cross_entropy.CrossEntropyLoss, self).forward(input, target)
         losses, weights = graph.losses(
             input, target, self.weight, self.classes, self.label_smoothing, self.ignore_index, self.name, self.letters

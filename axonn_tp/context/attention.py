@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from axonn_tp.context.chunks import Block, Heads, Sight, blocks, cheaper
 from axonn_tp.context.kernel import Merged, Scores, backward, forward, sink_gradient
 from axonn_tp.context.shared import Shared, places_of
 from axonn_tp.context.travel import Exchange, Ring, to_heads, to_tokens
+from axonn_tp.layers.activation import split_of
+from axonn_tp.layers.dropout import forked
 
 
 def attend(
@@ -62,7 +65,7 @@ def attend(
             )
     scores = Scores(1 / math.sqrt(query.shape[-1]) if scale is None else scale, softcap or 0.0, dropout)
     if seed is None:
-        seed = int(torch.randint(2**31, ())) if dropout else 0
+        seed = drawn_seed(query) if dropout else 0
     heads = Heads(len(query), query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
     sight = sight or Sight()
     how = "here" if held != share else shared.how or cheaper(shared.chunks, sight, heads)
@@ -71,6 +74,13 @@ def attend(
         sink = None if sink is None else sink.chunk(shared.chunks.ranks)[shared.rank]
     made = _Attention.apply(query, key, value, sink, shared, how, sight, documents, scores, seed)
     return to_tokens(made, shared) if how == "heads" else made
+
+
+def drawn_seed(query: Tensor) -> int:
+    """A seed of dropout, another one on ranks of x and y that have other heads."""
+    split = split_of(query)
+    with nullcontext() if split is None else forked(split.place, query.device):
+        return int(torch.randint(2**31, ()))
 
 
 class _Work:

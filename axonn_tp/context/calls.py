@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class Call:
         labels: whole, of an HF model.
         label_share: this rank's, as the model is given them.
         counted: how often code asked for places of tokens.
+        attended: how often torch's attention was given other keys than shares of tokens, and how often such shares.
         head: by what TRL's head divides its loss; None for the number of targets.
     """
 
@@ -64,6 +66,7 @@ class Call:
     labels: Tensor | None = None
     label_share: Tensor | None = None
     counted: int = 0
+    attended: list[int] = field(default_factory=lambda: [0, 0])
     head: Any = None
 
     @classmethod
@@ -177,22 +180,25 @@ class Call:
         padding = (self.shared.places(device) >= self.tokens).repeat(self.batch)
         return (first[:, None] + self.places.to(device)).flatten(), padding
 
-    def check_same(self, arguments: Mapping[str, Any]) -> bool:
+    def check_same(self, arguments: Mapping[str, Any]) -> frozenset[int]:
         """Refuse arguments that are not the same on all ranks that share the sequences; all ranks of z call it.
 
         Returns:
-            Whether any rank of z has samples that are padded in front.
+            Of the ranks of z, by what they go other ways through a model: which arguments are given that may have tokens, and whether samples are
+            padded in front.
 
         Raises:
             ValueError: names the first, on all of them.
         """
         mine = {name: tuple(map(_digest, tree_leaves(value))) for name, value in arguments.items()}
         number = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "little")
-        padded = padded_in_front(arguments.get("attention_mask")) is not None
-        found = all_gather(torch.tensor([[number, padded]], device=self.mesh.device), self.mesh, "z")
+        given = sorted(name for name, value in arguments.items() if any(map(_has_dims, tree_leaves(value))))
+        kind = 2 * zlib.crc32(repr(given).encode())
+        kind += padded_in_front(arguments.get("attention_mask")) is not None
+        found = all_gather(torch.tensor([[number, kind]], device=self.mesh.device), self.mesh, "z")
         first = self.mesh.rank("z") // self.mesh.size(AXIS) * self.mesh.size(AXIS)
         if (found[first : first + self.mesh.size(AXIS), 0] == number).all():
-            return bool(found[:, 1].any())
+            return frozenset(found[:, 1].tolist())
         everyone: list[Any] = [None] * self.mesh.size(AXIS)
         dist.all_gather_object(everyone, mine, group=self.mesh.group(AXIS))
         names = dict.fromkeys(name for found in everyone for name in found)
@@ -201,6 +207,10 @@ class Call:
             f"the model's argument {odd} is not the same on the {self.mesh.size(AXIS)} ranks that share sequences along z; feed all of them "
             'the same samples, whole, by mesh.shard_batch or a sampler over mesh.rank("readers") of mesh.size("readers")'
         )
+
+
+def _has_dims(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _digest(value: Any) -> tuple:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axonn_tp.context.attention import attend
+from axonn_tp.context.attention import attend, drawn_seed
 from axonn_tp.context.chunks import Sight
 from axonn_tp.context.sums import current
 from axonn_tp.layers.activation import plain, split_as
@@ -246,5 +246,6 @@ def _attention(
         )
     q, k, v = (plain(t) for t in (query, key, value))
     sight, documents = Sight(causal, window), call.seen(causal)
-    made = attend(q, k, v, call.shared, sight, documents, scaling, softcap or 0.0, dropout, s_aux)
+    seed = drawn_seed(query) if dropout else None
+    made = attend(q, k, v, call.shared, sight, documents, scaling, softcap or 0.0, dropout, s_aux, seed)
     return split_as(made.transpose(1, 2).contiguous(), query), None

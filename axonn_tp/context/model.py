@@ -16,21 +16,16 @@ from functools import wraps
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from axonn_tp.comm.collectives import all_reduce
 from axonn_tp.comm.overlap import in_backward
 from axonn_tp.context import huggingface
-from axonn_tp.context.attention import attend
 from axonn_tp.context.calls import Call, main_input
-from axonn_tp.context.chunks import Sight
+from axonn_tp.context.replaced import Replaced
 from axonn_tp.context.shared import AXIS
-from axonn_tp.context.sums import current, over_sequence, real_targets, sharing
+from axonn_tp.context.sums import sharing
 from axonn_tp.context.verify import verify
 from axonn_tp.grid.mesh import Mesh
-from axonn_tp.layers.activation import plain, split_as
 
 _FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _ROUTER, _KEPT = "output_router_logits", "logits_to_keep"
@@ -56,7 +51,7 @@ class SharedSequences:
         model: the model.
         mesh: the mesh, whose ranks of ``"sequence"`` share sequences.
         how: see `Shared`.
-        verify: run the first batch whole as well, and the first that is padded in front.
+        verify: run the first batch whole as well, and the first that is padded in front, or has other arguments.
 
     Attributes:
         now: the last call, whose recomputation in backward may be under way.
@@ -66,7 +61,7 @@ class SharedSequences:
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, how: str | None, verify: bool) -> None:
-        self.mesh, self.how, self._verify, self._verified = mesh, how, verify, set[bool]()
+        self.mesh, self.how, self._verify, self._verified = mesh, how, verify, set[frozenset[int]]()
         self._verifying = False
         self.now: Call | None = None
         self.part = Part()
@@ -79,6 +74,7 @@ class SharedSequences:
         self._names = [name for name in inspect.signature(model.forward).parameters]
         self._entered: list[AbstractContextManager | None] = []
         self._counted: int | None = None
+        self._attended: list[int] | None = None
 
     def run(self, model: nn.Module, forward: Callable, inputs: tuple, keywords: dict[str, Any]) -> Any:
         """The model's output for whole arguments, computed on shares of their tokens."""
@@ -90,9 +86,9 @@ class SharedSequences:
         arguments |= keywords
         part = self.part
         call = Call.of(main, self.mesh, self.how, part.tokens)
-        padded = part.tokens is None and call.check_same(arguments)
-        # Places that a model takes from its mask go wrong only where padding comes first.
-        if self._verify and not self._verifying and padded not in self._verified:
+        kinds = frozenset() if part.tokens is not None else call.check_same(arguments)
+        # Places that a model takes from its mask go wrong only where padding comes first, a loss only where there are labels.
+        if self._verify and not self._verifying and kinds not in self._verified:
             self._verifying, self.part = True, Part()
             try:
                 with torch.no_grad():
@@ -100,7 +96,7 @@ class SharedSequences:
                 verify(self, model, forward, first, keywords, self._names)
             finally:
                 self._verifying, self.part = False, part
-            self._verified.add(padded)
+            self._verified.add(kinds)
         if part.tokens is None:
             inputs, keywords = self._shares(call, arguments, inputs, keywords)
         else:
@@ -116,7 +112,22 @@ class SharedSequences:
                 f"{self._counted} times in the first batch: one of its other sizes is {call.share} too; use another length of sequences"
             )
         self._counted = call.counted
+        self._check_attention(call, model)
         return output
+
+    def _check_attention(self, call: Call, model: nn.Module) -> None:
+        """Refuse keys of something else than the tokens, of which there are as many as of a share by chance.
+
+        Raises:
+            ValueError: in an earlier call there were others.
+        """
+        others, shares = self._attended or call.attended
+        if call.attended[0] < others and call.attended[1] > shares:
+            raise ValueError(
+                f"{type(model).__name__} attends to {call.share} keys that are not its tokens, of which a rank has {call.share}, too, and nobody can tell "
+                "them from these; use another length of sequences"
+            )
+        self._attended = self._attended or call.attended
 
     def _with_all_logits(self, keywords: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """Arguments by which an HF model gives the logits of all tokens, and at which of them it was to; 0 for all."""
@@ -193,7 +204,7 @@ class SharedSequences:
         """Inside, what is computed is on shares of tokens."""
         call = self.now
         assert call is not None
-        with sharing(call), _Replaced(call):
+        with sharing(call), Replaced(call):
             self._entered.append(None)
             try:
                 yield
@@ -215,100 +226,6 @@ class SharedSequences:
         inside = self._entered.pop()
         if inside is not None:
             inside.__exit__(None, None, None)
-
-
-class _Replaced(TorchFunctionMode):
-    """Replaces torch's functions that look across tokens."""
-
-    def __init__(self, call: Call) -> None:
-        super().__init__()
-        self.call = call
-
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        replaced = _REPLACED.get(function)
-        if replaced is None or current() is not self.call:
-            return function(*args, **(kwargs or {}))
-        return replaced(self.call, *args, **(kwargs or {}))
-
-
-def _attention(
-    call: Call,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    if (query.shape[-2], key.shape[-2]) != (call.share, call.share):
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    if attn_mask is not None:
-        raise ValueError(
-            f"scaled_dot_product_attention is given a mask of shape {tuple(attn_mask.shape)} made of a share of the tokens; where ranks share "
-            "sequences use is_causal=True, or no mask"
-        )
-    q, k, v = (plain(t) if t.dim() == 4 else plain(t).unsqueeze(-3) for t in (query, key, value))
-    documents = call.seen(is_causal)
-    made = attend(q, k, v, call.shared, Sight(is_causal), documents, scale, dropout=dropout_p)
-    return split_as(made.view(*query.shape[:-1], value.shape[-1]), query)
-
-
-def _loss(
-    call: Call,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    settings: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    if target.is_floating_point():
-        return F.cross_entropy(input, target, reduction=reduction, **settings)
-    given, target = target, real_targets(target, ignore_index)
-    if reduction == "none":
-        return F.cross_entropy(input, given, reduction=reduction, **settings)
-    total = F.cross_entropy(input, target, reduction="sum", **settings)
-    if reduction == "sum":
-        return over_sequence(total)
-    counted = target != ignore_index
-    count = counted.sum().to(total) if weight is None else weight[target[counted]].sum().to(total)
-    total, count = over_sequence(torch.stack([total, count])).unbind()
-    return total / count
-
-
-def _places(call: Call, *args: Any, **kwargs: Any) -> Tensor:
-    numbers = [kwargs.get("start", 0), kwargs["end"]] if "end" in kwargs else list(args)
-    numbers = [0, *numbers] if len(numbers) == 1 else numbers
-    dtype, out = kwargs.get("dtype"), kwargs.get("out")
-    if numbers != [0, call.share] or (dtype or torch.int64).is_floating_point or out is not None:
-        return torch.arange(*args, **kwargs)
-    call.counted += 1
-    return call.places.to(kwargs.get("device") or call.places.device, dtype or torch.int64)
-
-
-def _largest(call: Call, *args: Any, **kwargs: Any) -> Tensor:
-    """The largest of whole numbers, one for each token, as of their places: by it HF's rotary positions tell how long sequences are."""
-    found = torch.max(*args, **kwargs)
-    given = args[0] if len(args) == 1 and not kwargs else None
-    if given is None or given.dtype not in (torch.int32, torch.int64) or given.dim() < 2:
-        return found
-    return all_reduce(found, call.mesh, AXIS, "max") if given.shape[-1] == call.share else found
-
-
-_REPLACED: dict[Any, Callable[..., Tensor]] = {
-    F.scaled_dot_product_attention: _attention,
-    F.cross_entropy: _loss,
-    torch.arange: _places,
-    torch.max: _largest,
-    Tensor.max: _largest,
-}
 
 
 def _enter(module: nn.Module, inputs: tuple) -> None:

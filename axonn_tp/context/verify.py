@@ -18,6 +18,7 @@ from axonn_tp.context.calls import Call, main_input, padded_in_front
 from axonn_tp.context.shared import AXIS
 from axonn_tp.context.sums import noting_targets, real_targets
 from axonn_tp.grid.mesh import Mesh
+from axonn_tp.plan.evaluating import evaluating
 
 _MOST = 128
 """Tokens of a sequence that are looked at."""
@@ -49,14 +50,12 @@ class Runs(Protocol):
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    training, state = [module for module in model.modules() if module.training], torch.get_rng_state()
+    state = torch.get_rng_state()
     try:
-        model.eval()
-        yield
+        with evaluating(model):
+            yield
     finally:
         torch.set_rng_state(state)
-        for module in training:
-            module.training = True
 
 
 class _Losses(TorchFunctionMode):

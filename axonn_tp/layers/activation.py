@@ -19,6 +19,7 @@ from torch.overrides import get_default_nowrap_functions
 
 from axonn_tp.comm.shard_gradients import OwnRead
 from axonn_tp.grid.mesh import AXES, Mesh
+from axonn_tp.layers.classes import refuse_across
 from axonn_tp.layers.dropout import drawing, forked
 from axonn_tp.layers.tokens import Tokens, followed, joined
 from axonn_tp.layers.whole_weight import WholeWeight, in_place
@@ -35,11 +36,13 @@ class ActivationSplit:
         over: of x and y, the axes of more than one rank among whose ranks it differs.
         coordinates: this rank's place on all axes.
         tokens: how its tokens lie; None where every rank has them all, in their place.
+        classes: its features are classes, of which each rank has some.
     """
 
     over: tuple[str, ...]
     coordinates: Mapping[str, int]
     tokens: Tokens | None = None
+    classes: bool = False
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -49,7 +52,7 @@ class ActivationSplit:
     def joined(self, other: ActivationSplit) -> ActivationSplit:
         """Split of a tensor that is made of two activations."""
         over = self.over if set(other.over) <= set(self.over) else tuple(dict.fromkeys((*self.over, *other.over)))
-        return ActivationSplit(over, self.coordinates, joined(self.tokens, other.tokens))
+        return ActivationSplit(over, self.coordinates, joined(self.tokens, other.tokens), self.classes or other.classes)
 
 
 class Activation(Tensor):
@@ -73,6 +76,8 @@ class Activation(Tensor):
         with unwatched():
             if split is None or function in _APART:
                 return function(*args, **kwargs)
+            if split.classes:
+                refuse_across(function, args, kwargs)
             if function in _COUNTING:
                 return ShareCount(function(*args, **kwargs))
             if uses_on_shares:
@@ -126,13 +131,13 @@ class ShareCount(int):
 
 
 class ShareSum(Tensor):
-    """A sum over a rank's share of an activation, which is fine as a loss: shares' add up. By a share's elements it is a mean, which is none."""
+    """A sum over a rank's share of an activation, which is fine as a loss: shares' add up. A mean over a share's elements, or a root of it, is none."""
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The function's result; with numbers alone a sum, or such a mean."""
+        """The function's result; where it is linear a sum, or a tensor like others, else no loss."""
         kwargs = kwargs or {}
         if Activation in types or ShareNumber in types:
             other = Activation if Activation in types else ShareNumber
@@ -141,15 +146,25 @@ class ShareSum(Tensor):
             return _differentiate(function, args, kwargs)
         with unwatched():
             made = function(*args, **kwargs)
-            if type(made) in (Tensor, cls) and not made.dim() and function in _SCALING:
-                if any(type(arg) is ShareCount for arg in args):
-                    _note_number(
-                        made,
-                        "a sum of a rank's share of an activation, divided by the number of the share's elements",
-                    )
-                elif sum(isinstance(arg, Tensor) for arg in args) == 1:
-                    made.__class__ = cls
+            if type(made) in (Tensor, cls) and not made.dim():
+                _follow_sum(function, args, kwargs, made)
         return made
+
+
+def _follow_sum(function: Any, args: tuple, kwargs: dict[str, Any], made: Tensor) -> None:
+    """Note what a function made of sums over a rank's shares: such a sum itself, where it is one, or a number whose gradient is another."""
+    if not made.requires_grad:
+        return
+    given = [arg for arg in _flat((*args, *kwargs.values())) if isinstance(arg, Tensor)]
+    sums = sum(type(arg) is ShareSum for arg in given)
+    scales = function in _TIMES or (function in _SCALING and type(args[0]) is ShareSum)
+    if function in _SCALING and any(type(arg) is ShareCount for arg in args):
+        _note_number(made, "a sum of a rank's share of an activation, divided by the number of the share's elements")
+    elif function not in _JOINING and not (scales and sums == 1):
+        name = getattr(function, "__name__", str(function)).strip("_")
+        _note_number(made, f"{name} of a sum of a rank's share of an activation")
+    elif sums == len(given):
+        made.__class__ = ShareSum
 
 
 def _flat(args: Any) -> list[Any]:
@@ -165,16 +180,24 @@ def _note_number(made: Tensor, what: str) -> None:
 _ADDING = {torch.sum, Tensor.sum, torch.nansum, Tensor.nansum, torch.dot, Tensor.dot, torch.inner, Tensor.inner}
 """Functions whose results for the shares add up to that for the whole: each rank's gradient is its share's of the sum."""
 _COUNTING = {torch.numel, Tensor.numel, Tensor.nelement}
-_SCALING = {
-    torch.div,
-    Tensor.div,
-    Tensor.div_,
-    Tensor.__truediv__,
-    Tensor.__itruediv__,
-    torch.true_divide,
-    Tensor.true_divide,
+
+
+def _named(*names: str) -> set[Any]:
+    """The functions of these names, torch's and its tensors'."""
+    return {getattr(home, name) for name in names for home in (torch, Tensor) if hasattr(home, name)}
+
+
+_TIMES = _named("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__")
+_SCALING = _TIMES | _named(
+    "div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__", "neg", "neg_", "__neg__"
+)
+_JOINING = {
+    *_named("add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "rsub", "__sub__", "__rsub__", "__isub__"),
+    *_named("where", "masked_fill", "copy_", "sum", "nansum", "mean", "squeeze", "view", "view_as", "reshape", "clone"),
+    *_named("to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda", "contiguous", "nan_to_num"),
+    *_named("requires_grad_", "positive", "__pos__"),
 }
-_SCALING |= {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.neg, Tensor.neg, Tensor.__neg__}
+"""Functions of numbers that are linear in each."""
 _CAST = {Tensor.to, Tensor.type_as, Tensor.type}
 """Functions that may give back what they were given; of a second activation they read the type alone."""
 _NEW = {Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor, Tensor.new}
@@ -290,7 +313,9 @@ def plain(tensor: Tensor) -> Tensor:
         return tensor.as_subclass(Tensor)
 
 
-def split_among(tensor: Tensor, mesh: Mesh, over: tuple[str, ...], tokens: Tokens | None = None) -> Tensor:
+def split_among(
+    tensor: Tensor, mesh: Mesh, over: tuple[str, ...], tokens: Tokens | None = None, classes: bool = False
+) -> Tensor:
     """Note on a tensor that was just made how it is split.
 
     Args:
@@ -298,9 +323,10 @@ def split_among(tensor: Tensor, mesh: Mesh, over: tuple[str, ...], tokens: Token
         mesh: the mesh.
         over: axes among whose ranks it may differ.
         tokens: how its tokens lie.
+        classes: see `ActivationSplit`.
     """
     axes = tuple(axis for axis in over if mesh.size(axis) > 1)
-    return _noted(tensor, ActivationSplit(axes, mesh.coordinates, tokens)) if axes else tensor
+    return _noted(tensor, ActivationSplit(axes, mesh.coordinates, tokens, classes)) if axes else tensor
 
 
 def split_as(tensor: Tensor, other: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from axonn_tp.context.sums import over_sequence, real_targets
 from axonn_tp.grid.layout import become
 from axonn_tp.grid.mesh import Grid, Mesh
 from axonn_tp.grid.share import Share, share_of
-from axonn_tp.layers.activation import plain
+from axonn_tp.layers.activation import plain, split_of
 
 
 def check_loss(module: nn.CrossEntropyLoss, head_sizes: set[int], name: str) -> None:
@@ -172,7 +172,8 @@ def _check(input: Tensor, target: Tensor, dim: int) -> None:
 class CrossEntropyLoss(nn.CrossEntropyLoss):
     """`nn.CrossEntropyLoss` over a mesh: this rank's share of the classes in, the serial loss out on every rank.
 
-    Takes logits (rows, classes/g), (classes/g) or (rows, classes/g, …) and targets of the same shape without classes.
+    Takes logits (rows, classes/g), (classes/g) or (rows, classes/g, …) and targets of the same shape without classes; of logits
+    that are whole, as of another classifier than the plan's head, the loss is torch's.
     Classes are split over `axes`; what the axes do not divide is padded at the end, and the padding's logits are −∞.
     The loss is computed in float32 at least, and is that of this rank's rows.
     """
@@ -197,15 +198,21 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         assert isinstance(module, cls)
         module.mesh, module.axes, module.classes = mesh, axes, classes
 
+    def takes(self, input: Tensor, shares: int) -> bool:
+        """True if logits may be one of so many shares of the classes, by their number; they are whole otherwise."""
+        together = input.shape[min(1, input.dim() - 1)] * shares
+        return self.classes is None or self.classes <= together < self.classes + self.mesh.size("model")
+
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Loss of this rank's rows, reduced as `self.reduction` says; targets equal to `ignore_index` do not count.
 
         Raises:
             ValueError: soft targets, or shapes that do not belong together.
         """
-        share, input = share_of(self.mesh.grid, self.mesh.coordinates, self.axes), plain(input)
-        if share.count == 1:
+        share = share_of(self.mesh.grid, self.mesh.coordinates, self.axes)
+        if share.count == 1 or (split_of(input) is None and not self.takes(input, share.count)):
             return super().forward(input, target)
+        input = plain(input)
         target = real_targets(target, self.ignore_index)
         losses, weights = rows(
             input, target, self.weight, self.classes, self.label_smoothing, self.ignore_index, self.mesh, self.axes

@@ -51,6 +51,16 @@ def embedding_collectives(tokens: int, layout: Layout, grid: Grid, scatter_token
     return [collective for collective in made if collective.size > 1]
 
 
+def refuse_unknown(ids: Tensor, rows: int) -> None:
+    """Refuse ids that the serial table has no row of: on a share they would be another rank's, and on none, or padding.
+
+    Raises:
+        RuntimeError: there is one.
+    """
+    known = ((ids >= 0) & (ids < rows)).all()
+    torch._assert_async(known, f"an id is not one of the embedding's {rows} rows; correct it, or make the table larger")
+
+
 class Embedding(SplitWeight, nn.Embedding):  # type: ignore[override]
     """`nn.Embedding` over a mesh: ids (…, tokens) → (…, tokens, features/gy), the same on every rank of x.
 
@@ -88,9 +98,11 @@ class Embedding(SplitWeight, nn.Embedding):  # type: ignore[override]
     def _look_up(self, input: Tensor) -> Tensor:
         """Rows of this rank's part of the vocabulary, zeros for other ids."""
         block = self.block()
-        if self.mesh.size("x") == 1:
+        size, ranks = block.shape[0], self.mesh.size("x")
+        if size * ranks != self.num_embeddings or ranks > 1:
+            refuse_unknown(input, self.num_embeddings)
+        if ranks == 1:
             return self._rows(input, block, self.padding_idx)
-        size = block.shape[0]
         first = size * self.mesh.rank("x")
         local = input - first
         elsewhere = (local < 0) | (local >= size)

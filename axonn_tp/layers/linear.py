@@ -109,7 +109,7 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
             tokens = Tokens(input.shape[-2], self.mesh.size(self.split.contracted), input.dim())
         else:
             tokens = Tokens(tokens.whole, self.mesh.size(self.split.contracted), tokens.dims)
-        return split_among(output, self.mesh, self.split.split_over, tokens)
+        return split_among(output, self.mesh, self.split.split_over, tokens, self.split.pad_vocabulary)
 
     def _tokens(self, input: Tensor) -> Tokens | None:
         """The place of the input's tokens, where they are scattered or the input has been flattened.

@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from axonn_tp.comm.overlap import in_backward
 from axonn_tp.comm.shard_gradients import Watch
@@ -27,7 +27,7 @@ class _Open:
 
 
 class SharedUses:
-    """Looks at training passes of a model that was split, fewer and fewer: a penalty may come into the loss later than in the first.
+    """Looks at passes of a model that was split, fewer and fewer: a penalty may come into the loss later than in the first.
 
     Passes whose backward may be one (of a pair of images, of real and forged ones) are looked at all together, or none of them.
 
@@ -38,6 +38,7 @@ class SharedUses:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._uses: UsesOnShares | None = None
+        self._given: list[Tensor] = []
         self._watches: list[Watch] = []
         self._open: WeakSet[_Open] = WeakSet()
         self._rounds = 0
@@ -51,14 +52,19 @@ class SharedUses:
         """True if the pass that began last is looked at."""
         return not self._rounds & (self._rounds - 1)
 
-    def begin(self) -> None:
-        """A forward begins that will be differentiated."""
+    def begin(self, given: Any) -> None:
+        """A forward begins that will be differentiated.
+
+        Args:
+            given: its arguments.
+        """
         if not self._open:
             for watch in self._watches:
                 watch.end()
             self._watches.clear()
             self._rounds += 1
         if self.looks:
+            self._given = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
             self._uses = UsesOnShares()
             uses_on_shares.append(self._uses)
 
@@ -66,9 +72,11 @@ class SharedUses:
         """A forward of the model ends.
 
         Raises:
-            ValueError: the outputs are made of a parameter in both ways; the same on all ranks of x and y.
+            ValueError: the outputs are made of a parameter in both ways, or an argument that needs a gradient met shares; the same on all ranks
+                of x and y.
         """
         uses, self._uses = self._uses, None
+        given, self._given = self._given, []
         if torch.is_grad_enabled():
             self._note_open(outputs)
         if uses is None:
@@ -76,6 +84,8 @@ class SharedUses:
         uses_on_shares[:] = [one for one in uses_on_shares if one is not uses]
         for parameter, axes in uses.parameters.values():
             used_on_shares(parameter, axes, self._mesh)
+        if uses.nodes:
+            _refuse_arguments(given, uses.nodes)
         name = used_on_both(model, outputs, uses.nodes) if uses.nodes else None
         if name is not None:
             raise ValueError(_twice(name))
@@ -99,6 +109,22 @@ def _twice(name: str) -> str:
     )
 
 
+def _refuse_arguments(given: Iterable[Tensor], uses: Iterable[Any]) -> None:
+    """Refuse arguments of the model of whose gradients each rank would have the part of its share.
+
+    Raises:
+        ValueError: one that needs a gradient came to shares past all layers.
+    """
+    leaves, nodes = _below(uses, _of_a_layer)
+    for tensor in given:
+        if id(tensor) in leaves or tensor.grad_fn in nodes:
+            raise ValueError(
+                f"the model is given a tensor of shape {tuple(tensor.shape)} that needs a gradient, and uses it on features or tokens that the plan splits, "
+                "where each rank would give it the gradient of its share alone; leave the layers around that use out of the plan, which makes them "
+                "self_contained, or give it detached"
+            )
+
+
 def used_on_both(model: nn.Module, outputs: Any, uses: Iterable[Any]) -> str | None:
     """The first parameter that no layer splits, and that the outputs are made of by way of shares and otherwise.
 
@@ -109,9 +135,9 @@ def used_on_both(model: nn.Module, outputs: Any, uses: Iterable[Any]) -> str | N
     """
     uses = set(uses)
     roots = [tensor.grad_fn for tensor in tensors_in(outputs)]
-    otherwise = _leaves(roots, lambda node: node in uses)
+    otherwise, _ = _below(roots, lambda node: node in uses)
     # What comes to a share from a layer is a share itself, if one that does not know it.
-    on_shares = _leaves(uses, _of_a_layer)
+    on_shares, _ = _below(uses, _of_a_layer)
     both = otherwise & on_shares
     for name, parameter in model.named_parameters():
         if id(parameter) in both and not hasattr(parameter, "axonn_layout"):
@@ -124,8 +150,8 @@ def _of_a_layer(node: Any) -> bool:
     return getattr(getattr(type(node), "_forward_cls", None), "__module__", "").startswith("axonn_tp.")
 
 
-def _leaves(roots: Iterable[Any], ends: Callable[[Any], bool]) -> set[int]:
-    """Tensors that were made of no other, by id, which nodes are made of; what `ends` names is not looked into, unless it is a root."""
+def _below(roots: Iterable[Any], ends: Callable[[Any], bool]) -> tuple[set[int], set[Any]]:
+    """Tensors that were made of no other, by id, and nodes, which nodes are made of; what `ends` names is left out, unless it is a root."""
     found: set[int] = set()
     waiting = [root for root in roots if root is not None]
     seen: set[Any] = set(waiting)
@@ -138,4 +164,4 @@ def _leaves(roots: Iterable[Any], ends: Callable[[Any], bool]) -> set[int]:
             if after is not None and after not in seen and not ends(after):
                 seen.add(after)
                 waiting.append(after)
-    return found
+    return found, seen

@@ -26,6 +26,7 @@ from axonn_tp.layers.weight import Split
 from axonn_tp.options import Options
 from axonn_tp.plan.adapters import refuse_adapters
 from axonn_tp.plan.counted_attributes import check_counts
+from axonn_tp.plan.own_forward import refuse_own_forward, refuse_own_statistics
 from axonn_tp.plan.resharding import decide
 from axonn_tp.plan.rules import KINDS, LayerPlan, Placement, Plan, linear_split
 from axonn_tp.plan.tables import refuse_tables
@@ -166,6 +167,7 @@ def place(model: nn.Module, grid: Grid, plan: Plan | None = None, options: Optio
     refuse_adapters(model, grid)
     refuse_tables(model, grid)
     named, options = _named_plan(model, plan or {}), options or Options()
+    refuse_own_statistics(model, grid, options.sync_batch_norm)
     kinds = {layer.kind for layer in named.values()}
     stream_split = "embedding" in kinds
     _check_together(kinds)
@@ -196,6 +198,7 @@ def place(model: nn.Module, grid: Grid, plan: Plan | None = None, options: Optio
             raise ValueError(
                 f"layer {name}: complex weights are not split; name the layer replicated in the plan, or leave it out"
             )
+        refuse_own_forward(module, name)
         split = None
         scatter = scattering.get(name, False)
         if nn.Linear in _CLASSES[layer.kind]:
@@ -220,7 +223,8 @@ def place(model: nn.Module, grid: Grid, plan: Plan | None = None, options: Optio
             check_group_norm(module, grid, ("x", "y") if scatter else ("x",), name)  # type: ignore[arg-type]
         elif layer.kind == "loss":
             check_loss(module, _head_sizes(model, named), name)  # type: ignore[arg-type]
-        classes = min(_head_sizes(model, named)) if layer.kind == "loss" else None
+        sizes = _head_sizes(model, named) if layer.kind == "loss" else set()
+        classes = min(sizes) if len(sizes) == 1 else None
         tied = layer.kind == "embedding" and id(module.weight) in heads
         placement = Placement(name, module, layer.kind, split, options, scatter_tokens, classes, tied, scatter)
         placement.counts, placement.readers = layer.counts, reading.get(name, ())

@@ -278,6 +278,52 @@ def test_only_what_a_share_computes_right_is_split() -> None:
         assert bool(plan) == (kind in ("good", "in place")), (kind, report)
 
 
+class Held(torch.autograd.Function):
+    """Its gradient is at most of norm 1, of each row or of each number."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, by_row: bool) -> torch.Tensor:
+        ctx.by_row = by_row
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad / (grad.norm(dim=-1, keepdim=True) if ctx.by_row else grad.abs()).clamp(min=1e-3), None
+
+
+class Holding(nn.Module):
+    """Two pairs on a stream, with a function whose backward is its own in the first pair, or in the stream."""
+
+    def __init__(self, where: str, by_row: bool) -> None:
+        super().__init__()
+        self.where, self.by_row, self.table = where, by_row, nn.Embedding(9, 8)
+        self.up, self.down, self.more, self.less = (nn.Linear(*sizes) for sizes in ((8, 12), (12, 8)) * 2)
+        self.last = nn.Linear(8, 9)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        stream = self.table(ids)
+        inner = self.up(stream).tanh()
+        stream = stream + self.down(Held.apply(inner, self.by_row) if self.where == "pair" else inner)
+        stream = Held.apply(stream, self.by_row) if self.where == "stream" else stream
+        return self.last(stream + self.less(self.more(stream).tanh()))
+
+
+def test_a_backward_of_a_models_own() -> None:
+    found = {
+        (where, by_row): auto_plan(Holding(where, by_row), Grid(2, 2, 1, 1))
+        for where, by_row in (("pair", True), ("pair", False), ("stream", True), ("none", True))
+    }
+    split = {case: (*(name in plan for name in ("up", "more", "table")),) for case, (plan, _) in found.items()}
+    assert split == {
+        ("pair", True): (False, True, False),
+        ("pair", False): (True, True, True),
+        ("stream", True): (True, True, False),
+        ("none", True): (True, True, True),
+    }
+    assert "the gradient of up has other values" in str(found["pair", True][1])
+    assert "Held has a backward of its own" in str(found["stream", True][1])
+
+
 class Everywhere(nn.Module):
     """What is used within a pair, where each share gives its part of the gradient, is used outside, which gives the whole of it."""
 
@@ -421,6 +467,26 @@ def test_the_search_changes_nothing() -> None:
     assert torch.equal(torch.rand(1), expected)
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
     assert model.training and model.config.use_cache and model.config.num_attention_heads == 4
+
+
+NOTED: dict[str, torch.Tensor] = {}
+
+
+def _note(module: nn.Module, given: Any, made: torch.Tensor) -> None:
+    NOTED["last"] = made
+
+
+def test_hooks_of_a_script_note_nothing_of_the_search() -> None:
+    model, listed, kept = Mixing("good"), list[torch.Tensor](), dict[str, int]()
+    model.up.register_forward_hook(lambda module, given, made: listed.append(made))
+    model.up.register_forward_pre_hook(lambda module, given, kept=kept: kept.update(calls=kept.get("calls", 0) + 1))
+    model.down.register_forward_hook(_note)
+    plan, _ = auto_plan(model, Grid(2, 1, 2, 1))
+    assert plan and not listed and not kept and not NOTED
+    model(torch.randn(2, 8))
+    assert len(listed) == 1 and kept == {"calls": 1} and len(NOTED) == 1
+    model.up.register_forward_hook(lambda module, given, made: made * sum(made.shape[-1] for _ in listed))
+    assert not auto_plan(model, Grid(2, 1, 1, 1))[0] and len(listed) == 1
 
 
 def test_the_report_counts_what_placements_send() -> None:

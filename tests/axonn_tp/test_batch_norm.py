@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from axonn_tp import Grid, Mesh, Options, auto_plan, full_state_dict, parallelize, sync_gradients
+from axonn_tp import Grid, Mesh, Options, auto_plan, full_state_dict, parallelize, place, sync_gradients
 from tests.distributed import run_ranks
 
 
@@ -77,3 +77,28 @@ def test_the_report_says_whose_statistics(synchronised: bool) -> None:
     report = str(auto_plan(Net(), Grid(1, 1, 2, 1), (torch.randn(2, 3, 4, 4),), options)[1])
     words = "statistics of all ranks' samples" if synchronised else "each rank's own samples, as under DDP"
     assert sum(words in line for line in report.splitlines()) == 4
+
+
+class WithActivation(nn.BatchNorm2d):
+    """As timm's are."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).relu()
+
+
+class WithActivationOfAll(nn.SyncBatchNorm):
+    forward = WithActivation.forward
+
+
+def test_one_that_holds_an_activation_is_refused() -> None:
+    """Its forward would be lost, in training alone."""
+    own = nn.Sequential(nn.Conv2d(3, 4, 3), WithActivation(4))
+    assert place(own, Grid(gdata=2)) and place(own, Grid(2), None, Options(sync_batch_norm=True))
+    for model, options in (
+        (own, Options(sync_batch_norm=True)),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), WithActivationOfAll(4)), Options()),
+    ):
+        with pytest.raises(
+            ValueError, match="layer 1: WithActivation.* has a forward of its own, which the statistics"
+        ):
+            place(model, Grid(gdata=2), None, options)

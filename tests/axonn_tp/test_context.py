@@ -323,6 +323,11 @@ def placed(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
+def in_half(logits: Tensor, ids: Tensor, reduction: str = "mean") -> Tensor:
+    """Of 16 bits, which have no number as large as the sum over tokens."""
+    return F.cross_entropy((1e4 * logits.flatten(0, 1)).half(), ids.flatten(), reduction=reduction)
+
+
 def own_losses(mesh: Mesh) -> None:
     """Losses that look beyond a share, or not beyond it; and one of what a model gives beside its loss."""
     for loss, why in (
@@ -332,9 +337,104 @@ def own_losses(mesh: Mesh) -> None:
     ):
         with pytest.raises(ValueError, match=f"Own cannot share sequences over 2 ranks of z: it .*{why}"):
             parallelize(seeded(partial(Own, loss)), mesh)(ids())
+    half = parallelize(seeded(partial(Own, in_half)), mesh)(ids(tokens=200))
+    rows = seeded(partial(Own, partial(in_half, reduction="none")))(ids(tokens=200))
+    torch.testing.assert_close(half, rows.double().mean().half())
+    assert rows.double().sum() > torch.finfo(torch.float16).max
     value, logits = parallelize(seeded(partial(Own, placed, True)), mesh)(ids())
     with pytest.raises(ValueError, match="a loss is computed of what the model gives beside its own loss"):
         (value + logits.square().mean()).backward()
+
+
+class Both(Mixer):
+    """Gives logits, or a loss of its own where it is given targets."""
+
+    def __init__(self) -> None:
+        super().__init__("places")
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = self.head(self.mixed(self.table(ids)))
+        return logits if targets is None else by_hand(logits, targets)
+
+
+class Counting(Mixer):
+    """Counts its calls in a buffer, in place and anew, and in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__("places")
+        self.calls = 0
+        self.register_buffer("in_place", torch.zeros(()))
+        self.register_buffer("anew", torch.zeros(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        self.in_place += 1
+        self.anew = self.anew + 1
+        return self.head(self.mixed(self.table(ids)))
+
+
+def counts(mesh: Mesh) -> None:
+    """The passes that look at the first batch are none of the run's."""
+    model: Any = parallelize(seeded(Counting), mesh)
+    assert model(ids()).shape[1] == TOKENS and model.training
+    assert (model.calls, model.in_place.item(), model.anew.item()) == (1, 1, 1)
+
+
+class Recalling(Mixer):
+    """Attends to its tokens, and to a memory."""
+
+    def __init__(self) -> None:
+        super().__init__("places")
+
+    def forward(self, ids: Tensor, memory: Tensor) -> Tensor:
+        x = self.table(ids)
+        x = x + F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        return self.head(x + F.scaled_dot_product_attention(x, memory, memory))
+
+
+def another_call(mesh: Mesh) -> None:
+    """Arguments that a later batch has first; and a memory that is as long as a share of a later batch."""
+    model = parallelize(seeded(Both), mesh)
+    assert model(ids()).shape[1] == TOKENS
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Both cannot share sequences over 2 ranks of z: it"):
+            model(ids(), ids())
+    model, memory = parallelize(seeded(Recalling), mesh), torch.randn(BATCH, 6, 8, dtype=torch.float64)
+    for tokens in (TOKENS, 20):
+        wanted = seeded(Recalling)(ids(tokens=tokens), memory)
+        torch.testing.assert_close(model(ids(tokens=tokens), memory), wanted, rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match="attends to 6 keys that are not its tokens"):
+        model(ids(tokens=12), memory)
+
+
+class Alike(nn.Module):
+    """Attention of two heads that see the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(4, 24), nn.Linear(8, 4)
+        self.seen: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        self.seen = F.scaled_dot_product_attention(q, 0 * k, 0 * v + 1, dropout_p=0.5)
+        return self.proj(self.seen.transpose(1, 2).flatten(2))
+
+
+def heads_dropped() -> tuple[int, list[float]]:
+    """This rank's place on x, and the part of each query's probabilities that its head has kept."""
+    mesh = Mesh(Grid(gx=2, gz=2, sequence=2))
+    plan = {"qkv": {"kind": "normal", "parts": 3, "heads": 2}, "proj": "transposed"}
+    model = parallelize(seeded(Alike), mesh, plan, Options("replicated", verify_plan=False))
+    torch.manual_seed(mesh.rank("sequence"))
+    model(torch.randn(1, 16, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    return mesh.rank("x"), model.seen.detach()[0, 0, :, 0].tolist()
+
+
+def test_heads_of_other_ranks_drop_others() -> None:
+    found = run_ranks(heads_dropped, 4)
+    assert len({tuple(kept) for _, kept in found}) == 4
+    assert all(0 < sum(kept) / len(kept) < 2 for _, kept in found)
 
 
 def longer_than_rotary(mesh: Mesh) -> None:
@@ -393,6 +493,8 @@ def refusals() -> None:
     mesh = Mesh(Grid(gz=2, sequence=2))
     called_beside_its_forward(mesh)
     own_losses(mesh)
+    another_call(mesh)
+    counts(mesh)
     routed_without_labels(mesh)
     refused_later(mesh)
     packed_beside_a_cache(mesh)

@@ -11,6 +11,7 @@ from torch import nn
 
 from axonn_plugins.observe.ledger import Ledger
 from axonn_tp import CrossEntropyLoss, Grid, Mesh
+from axonn_tp.compiled import layers as compiled
 from axonn_tp.grid.share import share_of
 from axonn_tp.layers.cross_entropy import check_loss, loss_collectives
 from tests.distributed import run_ranks
@@ -65,7 +66,17 @@ def all_cases(turns: int) -> dict[tuple, float]:
                 torch.manual_seed(index)
                 found[(str(mesh.grid), axes, *case)] = one_case(mesh, axes, *case)
     refuses()
+    of_whole_logits()
     return found
+
+
+def of_whole_logits() -> None:
+    """Of a classifier that is no head of the plan, with as many classes as the head or fewer."""
+    for kind, classes in itertools.product((CrossEntropyLoss, compiled.CrossEntropyLoss), (CLASSES, 4)):
+        loss = nn.CrossEntropyLoss()
+        kind.convert(loss, Mesh.create(2, 2), ("x", "y"), CLASSES)
+        logits, targets = torch.randn(7, classes, dtype=torch.float64), torch.randint(classes, (7,))
+        assert error(loss(logits, targets), F.cross_entropy(logits, targets)) < 1e-12
 
 
 def refuses() -> None:

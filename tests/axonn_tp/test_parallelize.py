@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import nn
 import axonn_tp
 from axonn_plugins.config import TensorParallel
 from axonn_recipes.models.gpt import GPT, GPTConfig
-from axonn_tp import Grid, LayerPlan, Mesh, layout_of, place
+from axonn_tp import Grid, LayerPlan, Mesh, Options, layout_of, place
 from axonn_tp.comm.unplanned_gradients import differing_axes, sketch
+from axonn_tp.compiled import layers as compiled
 from tests.axonn_tp.test_grids import gpt_plan, whole
 from tests.distributed import run_ranks
 from tests.matrix import thorough
@@ -130,6 +132,11 @@ def losses_and_norms() -> dict[str, float]:
     found["embedding gradient"] = (
         (whole(split_table.weight, split_table.weight.grad, mesh) - table.weight.grad).abs().max().item()
     )
+    compiled_table = copy.deepcopy(table)
+    compiled.Embedding.convert(compiled_table, mesh)
+    for unknown, each in itertools.product((-1, 9, 10), (table, split_table, compiled_table)):
+        with pytest.raises((IndexError, RuntimeError), match="index out of range|not one of the embedding's 9 rows"):
+            each(torch.tensor([[0, unknown]]))
     return found
 
 
@@ -248,6 +255,44 @@ def test_a_named_pair_in_a_model_with_whole_features(turns: int) -> None:
 def test_plans_that_cannot_be(plan: dict, grid: Grid, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         place(GPT(SMALL), grid, plan)
+
+
+class _Doubled:
+    def forward(self, *given: Any) -> Any:
+        return super().forward(*given) * 2  # type: ignore[misc]
+
+
+class _Cast(nn.LayerNorm):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.float()).to(input)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "named"),
+    [
+        (nn.Linear, (8, 8), "normal"),
+        (nn.Embedding, (9, 8), "embedding"),
+        (nn.LayerNorm, (8,), "norm"),
+        (nn.GroupNorm, (2, 8), "group_norm"),
+        (nn.Conv2d, (8, 8, 3), "self_contained"),
+        (nn.CrossEntropyLoss, (), "loss"),
+    ],
+)
+def test_a_layer_with_a_forward_of_its_own_is_refused(kind: Any, sizes: tuple[int, ...], named: str) -> None:
+    other = {
+        "table": nn.Embedding(9, 8),
+        "head": nn.Linear(8, 8),
+        "up": nn.Linear(8, 8),
+    }
+    plan = {"table": "embedding", "head": "head", "up": "normal", "own": named}
+    for own, refused in ((type("Own", (_Doubled, kind), {}), True), (kind, False)):
+        model = nn.ModuleDict({**other, "own": own(*sizes)})
+        if refused:
+            with pytest.raises(ValueError, match="layer own: Own has a forward of its own"):
+                place(model, Grid(2), plan, Options("replicated"))
+        else:
+            assert any(placement.name == "own" for placement in place(model, Grid(2), plan, Options("replicated")))
+    assert place(nn.ModuleDict({**other, "own": _Cast(8)}), Grid(2), {**plan, "own": "norm"})
 
 
 def test_layers_without_a_size_are_refused() -> None:

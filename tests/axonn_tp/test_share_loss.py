@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,10 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "norm": lambda stream, inner: stream.norm(),
     "sum by elements": lambda stream, inner: 0.5 * inner.square().sum() / inner.numel(),
     "beside another": lambda stream, inner: 0.1 * inner.square().mean() + 2.0,
+    "norm by hand": lambda stream, inner: (stream.square().sum() + 1e-9).sqrt(),
+    "of two": lambda stream, inner: (stream.square().sum() + 2 * inner.square().sum()).double() ** 0.5,
+    "product": lambda stream, inner: 0.5 * stream.sum() * inner.sum(),
+    "inverse": lambda stream, inner: 1 / (1 + inner.square().sum()),
     "of a function": lambda stream, inner: nn.functional.mse_loss(inner, torch.ones_like(inner)),
 }
 
@@ -72,6 +77,7 @@ def _refusals() -> list[str]:
                     said.append(str(error))
         stream, _, whole = model(torch.arange(6).view(2, 3))
         assert type(stream.sum() * 2) is not Tensor and type(stream.sum() + whole.sum()) is Tensor
+        assert type((stream.sum() - stream.sum().mean()).clone()) is type(stream.sum())
         (stream.square().sum() / 7).backward(retain_graph=True)
         (whole.square().mean() + stream.sum()).backward()  # shares' sums add up to the whole's, as their gradients do
     return said
@@ -97,6 +103,36 @@ def _shared_uses() -> None:
             for mine, other in zip(model.parameters(), serial.parameters(), strict=True):
                 if mine.grad is not None and not hasattr(mine, "axonn_layout"):
                     assert (mine.grad - other.grad).abs().max() < 1e-12
+
+
+class _Scaled(nn.Module):
+    """A pair between whose layers an argument comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor, by: Tensor) -> Tensor:
+        return self.down(self.up(x) * by.exp())
+
+
+def _arguments_on_shares() -> None:
+    """Gradients of what a model is given are whole, or refused."""
+    for sizes in ({"gx": 2}, {"gy": 2}):
+        torch.manual_seed(6)
+        serial = _Scaled().double()
+        model = parallelize(copy.deepcopy(serial), Mesh.create(**sizes), {"up": "normal", "down": "transposed"})
+        x, by = (torch.randn(shape, dtype=torch.float64) for shape in ((3, 8), (3, 1)))
+        x.requires_grad_()
+        (wanted,) = torch.autograd.grad(serial(x, by).square().mean(), x)
+        (found,) = torch.autograd.grad(model(x, by).square().mean(), x)
+        assert (found - wanted).abs().max() < 1e-12, sizes
+        source = torch.zeros(3, 1, dtype=torch.float64, requires_grad=True)
+        for passes, given in enumerate((source, source + by)):
+            model = parallelize(copy.deepcopy(serial), Mesh.create(**sizes), {"up": "normal", "down": "transposed"})
+            model.train(not passes)  # as a search for an adversarial input has it, too
+            with pytest.raises(ValueError, match=r"given a tensor of shape \(3, 1\) that needs a gradient"):
+                model(x, given)
 
 
 def _whole_last_layer() -> None:
@@ -225,8 +261,41 @@ def _several_passes() -> None:
             torch.autograd.grad(model(tokens).square().mean(), getattr(model, name).weight, create_graph=True)
 
 
+ACROSS: dict[str, Callable[[Tensor], Any]] = {
+    "argmax": lambda logits: logits.argmax(-1) == 0,
+    "max": lambda logits: torch.max(logits, dim=2).indices,
+    "topk": lambda logits: logits.topk(2).values,
+    "log_softmax": lambda logits: torch.nn.functional.log_softmax(logits / 2, dim=-1),
+    "logsumexp": lambda logits: logits.float().logsumexp(-1).square().sum(),
+    "cross_entropy": lambda logits: torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(6).long()),
+}
+
+
+def _classes() -> None:
+    """Logits that a plan leaves split, for its loss, are none to predict by."""
+    tokens, plan = torch.arange(6).view(2, 3), {"up": "normal", "down": "transposed", "last": "head", "loss": "loss"}
+    torch.manual_seed(7)
+    serial: Any = Net().double()
+    serial.last, serial.loss = nn.Linear(8, 6).double(), nn.CrossEntropyLoss()
+    for sizes, layout in itertools.product(({"gx": 2}, {"gy": 2}), ("scattered", "replicated")):
+        model = parallelize(copy.deepcopy(serial), Mesh.create(**sizes), plan, Options(layout=layout))
+        _, _, logits = model(tokens)
+        split = type(logits) is not Tensor
+        assert split == (layout == "scattered" or "gx" in sizes)
+        for name, function in ACROSS.items() if split else ():
+            with pytest.raises(ValueError, match=f"{name} looks across the classes of logits"):
+                function(logits)
+        logits = torch.max(logits, torch.zeros_like(logits)).softmax(1)
+        wanted = serial(tokens)[2].clamp(min=0).softmax(1)
+        targets = tokens.flatten()
+        found = model.loss(logits.flatten(0, 1), targets) - serial.loss(wanted.flatten(0, 1), targets)
+        assert found.abs() < 1e-12
+
+
 def _all_refusals() -> list[str]:
+    _classes()
     _several_passes()
+    _arguments_on_shares()
     _shared_uses()
     _copied_and_changed()
     _penalties()

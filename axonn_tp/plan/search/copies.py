@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -32,6 +33,8 @@ def weightless_copy(model: nn.Module) -> tuple[nn.Module, set[int], bool]:
     replaced = False
     for module in copied.modules():
         drawn |= _settle(module, generator)
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            hooks.update({key: _keeping_apart(hook, memo) for key, hook in hooks.items()})
         forward = vars(module).get("forward")
         if (of_copy := _of_copy(forward, memo)) is not forward:
             module.forward, replaced = of_copy, True
@@ -58,6 +61,33 @@ def _of_copy(held: Any, memo: dict[int, Any]) -> Any:
     made.__kwdefaults__ = held.__kwdefaults__
     made.__dict__.update(held.__dict__)
     return made
+
+
+def _keeping_apart(hook: Any, memo: dict[int, Any]) -> Any:
+    """A hook of the copy that notes what it sees in lists and tables of its own, and not in the script's; methods and objects are copied already."""
+    if not isinstance(hook, FunctionType) or id(hook) in memo:
+        return memo.get(id(hook), hook)
+
+    def own(held: Any) -> Any:
+        if isinstance(held, FunctionType):
+            return _keeping_apart(held, memo)
+        if not isinstance(held, list | dict | set | deque):
+            return _of_copy(held, memo)
+        try:
+            return copy.deepcopy(held, memo)
+        except Exception:  # what it holds, as results of earlier passes, cannot be copied
+            return memo.setdefault(id(held), copy.copy(held))
+
+    named = {name: hook.__globals__[name] for name in hook.__code__.co_names if name in hook.__globals__}
+    named = {name: own(held) for name, held in named.items() if isinstance(held, list | dict | set | deque)}
+    cells = [cell if _empty(cell) else CellType(own(cell.cell_contents)) for cell in hook.__closure__ or ()]
+    seen = {**hook.__globals__, **named} if named else hook.__globals__
+    made = FunctionType(hook.__code__, seen, hook.__name__, None, tuple(cells))
+    made.__defaults__ = None if hook.__defaults__ is None else tuple(map(own, hook.__defaults__))
+    made.__kwdefaults__ = {name: own(held) for name, held in (hook.__kwdefaults__ or {}).items()} or None
+    made.__dict__.update(hook.__dict__)
+    made.__module__ = hook.__module__
+    return memo.setdefault(id(hook), made)
 
 
 def _cell(cell: CellType, memo: dict[int, Any]) -> CellType:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,7 @@ class Run:
         read: the tensor objects that each linear was called with, and their versions, which tell whether two are one.
         blocks: the calls of blocks that may answer as others like them do.
         buffers: those that the pass changed, as it left them.
+        slopes: gradients of what linears gave, where the pass goes through functions with a backward of the model's own (`axonn_tp.plan.search.slopes`).
     """
 
     inputs: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
@@ -75,6 +76,7 @@ class Run:
     arguments: dict[str, tuple[tuple, dict[str, Any]]] = field(default_factory=dict)
     blocks: dict[str, Call] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    slopes: dict[tuple[str, int], Tensor] | None = None
 
     def tensors(self, name: str) -> tuple[tuple[int, int], ...]:
         """The tensors that the linear `name` read: equal for two linears that read the same ones."""
@@ -118,6 +120,18 @@ def check_same(got: Tensor, expected: Tensor, what: str) -> None:
         raise Mismatch(f"{what} has shape {tuple(got.shape)} instead of {tuple(expected.shape)}")
     if not same(got, expected):
         raise Mismatch(f"{what} has other values")
+
+
+def check_outputs(outputs: Sequence[Tensor], run: Run) -> None:
+    """Refuse what a pass gave where a whole one gave something else.
+
+    Raises:
+        Mismatch: it differs.
+    """
+    if len(outputs) != len(run.outputs):
+        raise Mismatch("the number of outputs differs")
+    for got, expected in zip(outputs, run.outputs, strict=True):
+        check_same(got, expected, "the output")
 
 
 def equal(got: Tensor, expected: Tensor) -> bool:

@@ -25,7 +25,8 @@ from axonn_tp.plan.search.answers import Answers
 from axonn_tp.plan.search.copies import embedding, fresh, is_embedding, own_weights, weightless_copy
 from axonn_tp.plan.search.dependencies import Reach
 from axonn_tp.plan.search.replay import Recorder, Related, Replay, containing
-from axonn_tp.plan.search.runs import Cut, Local, Mismatch, Run, check_same, equal
+from axonn_tp.plan.search.runs import Cut, Local, Mismatch, Run, check_outputs, check_same, equal
+from axonn_tp.plan.search.slopes import check_slopes, slopes_of
 from axonn_tp.plan.search.training import Buffers, check_buffers, training
 
 
@@ -141,9 +142,9 @@ class Shadow:
                 run.outputs = self._call(name, arguments)
             finally:
                 recorder, self._player = self._player, None
-        if isinstance(recorder, Recorder):
+        run.buffers, run.slopes = self._made, slopes_of(run)
+        if isinstance(recorder, Recorder) and run.slopes is None:
             run.blocks = recorder.blocks()
-        run.buffers = self._made
         return run
 
     def called_in(self, name: str, arguments: tuple[tuple, dict[str, Any]], seed: int | None) -> set[str]:
@@ -211,10 +212,8 @@ class Shadow:
             if len(self._run.inputs[other]) != len(calls):
                 raise Mismatch(f"{other} is called less often")
         if compare_outputs:
-            if len(outputs) != len(run.outputs):
-                raise Mismatch("the number of outputs differs")
-            for got, expected in zip(outputs, run.outputs, strict=True):
-                check_same(got, expected, "the output")
+            check_outputs(outputs, run)
+        check_slopes(self._run, run, cuts)
 
     def called(self, layer: str, number: int) -> None:
         """A linear was called as often as in the whole pass, and given the same, by a block that was not run."""

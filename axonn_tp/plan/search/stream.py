@@ -26,6 +26,7 @@ from axonn_tp.plan.search.dependencies import Reach
 from axonn_tp.plan.search.pairs import on_a_share
 from axonn_tp.plan.search.runs import Cut, Local, Mismatch, Run, equal, same
 from axonn_tp.plan.search.shadow import Shadow
+from axonn_tp.plan.search.slopes import refuse_own_backward
 
 
 @dataclass(frozen=True)
@@ -300,6 +301,8 @@ def split_stream(
         raise Mismatch("no embedding starts it")
     shadow.watch(embeddings, norms)
     run = shadow.whole("", arguments)
+    for rank in over_x[:1]:
+        refuse_own_backward(run, rank.cuts)
     run.settle()
     found = _simulated(shadow, run, grid, [*over_x, *over_both], False)
     if grid.gx == 1:
