@@ -2,9 +2,13 @@
 
 import json
 import re
+import sys
 from argparse import ArgumentParser
+from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
+import torch
 from torch import nn
 
 from axonn_plugins.config import Goldfish, Samo, Ted
@@ -96,6 +100,19 @@ WRONG = {
         ["--axonn-goldfish", '{"k": 2, "labels": "targets"}'],
         "--axonn-goldfish has the key labels, which does not go with Megatron",
     ),
+    "pccl-options": (
+        ["--axonn-pccl", "--nccl-communicator-config-path", "x.yaml"],
+        "--nccl-communicator-config-path x.yaml does not go with --axonn-pccl: it is for NCCL's own .* leave it out",
+    ),
+    "pccl-streams": (
+        ["--axonn-pccl", "--high-priority-stream-groups", "tp"],
+        "--high-priority-stream-groups .* does not go with --axonn-pccl: it is for NCCL's own .* leave it out",
+    ),
+    "pccl-buffers": (["--axonn-pccl", "--use-nccl-ub"], "--use-nccl-ub does not go with --axonn-pccl: it is for NCCL"),
+    "pccl-nobody": (
+        ["--axonn-pccl", "--fake-process-group"],
+        "--fake-process-group does not go with --axonn-pccl: ran",
+    ),
     "pipeline": (["--axonn-pipeline", "{}"], "--axonn-pipeline does not .* use --pipeline-model-parallel-size"),
 }
 
@@ -179,3 +196,31 @@ def test_names_are_those_of_one_stage():
     ]
     model.share_embeddings_and_output_weights = True
     assert _serial_names(model)[head.weight] == "embedding.word_embeddings.weight"
+
+
+def test_megatron_asks_for_signals_and_times_by_the_device_that_pccl_is_for(monkeypatch):
+    """It knows the device of NCCL's and gloo's groups by their names, and no other's."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    from megatron.core.utils import StragglerDetector
+
+    from axonn_plugins.config import Pccl
+    from axonn_plugins.hosts.megatron import collectives
+
+    handler = ModuleType("megatron.training.dist_signal_handler")
+    handler.get_device = theirs = Mock(side_effect=RuntimeError)
+    monkeypatch.setitem(sys.modules, handler.__name__, handler)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(StragglerDetector, "configure", lambda self: setattr(self, "dev", torch.device("cpu")))
+    detector, told = StragglerDetector(), []
+    try:
+        for _ in range(2):  # the last block counts
+            collectives.install(Pccl())
+        for on_cpu in (True, False):
+            monkeypatch.setattr(cpu, "enabled", lambda on_cpu=on_cpu: on_cpu)
+            detector.configure()
+            told += [handler.get_device(), handler.get_device(1), detector.dev]
+    finally:
+        collectives.uninstall()
+    here = torch.device("cpu")
+    assert told == [here, here, here, torch.device("cuda"), torch.device("cuda", 1), 3]
+    assert handler.get_device is theirs

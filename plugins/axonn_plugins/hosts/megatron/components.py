@@ -78,6 +78,15 @@ _STATES = (
 """Features that do not go with SAMO and offloading."""
 
 
+_OF_NCCL = "it is for NCCL's own groups, and PCCL's stand before them"
+_OF_GROUPS = (
+    Feature("nccl_communicator_config_path", _OF_NCCL, "leave it out", ()),
+    Feature("high_priority_stream_groups", _OF_NCCL, "leave it out", ([],)),
+    Feature("nccl_ub", _OF_NCCL, written="--use-nccl-ub"),
+    Feature("fake_process_group", "ranks that are not there do not answer it"),
+)
+"""Features that do not go with PCCL."""
+
 _HELPS = {
     "pccl": "collectives by PCCL",
     "samo": "training of a pruned network with compressed state",
@@ -184,6 +193,8 @@ def read(args: Any) -> dict[str, Block]:
     blocks = dict(_blocks(getattr(args, "axonn_components", {})))
     for key in blocks:
         require(flag(key), *_PACKAGES.get(key, ()))
+    if "pccl" in blocks:
+        _check("pccl", args, _OF_GROUPS)
     if "ted" in blocks:
         _check_ted(args, blocks["ted"])
     if "goldfish" in blocks:
@@ -235,7 +246,8 @@ def _check(key: str, args: Any, features: Iterable[Feature]) -> None:
     for feature in features:
         value = getattr(args, feature.name, None)
         if refused(feature, value):
-            shown = feature.flag if isinstance(value, bool) else f"{feature.flag} {value}"
+            words = " ".join(map(str, value)) if isinstance(value, list) else value
+            shown = feature.flag if isinstance(value, bool) else f"{feature.flag} {words}"
             raise ConfigError(f"{shown} does not go with {flag(key)}: {feature.why}; {feature.remedy}")
 
 
