@@ -17,7 +17,7 @@ from axonn_plugins.hosts.megatron.expert_groups import Blocks, blocks_of, topolo
 from axonn_plugins.hosts.megatron.features import MODELS
 from axonn_plugins.hosts.megatron.refusals import IMPL, TESTED, check_arguments, warn_of_unknown
 from axonn_plugins.hosts.megatron.settings import LAYOUTS, OVERLAPS, Settings
-from axonn_plugins.hosts.megatron.sizes import attention_widths, check_instances, indivisible, uneven_in_8_bits
+from axonn_plugins.hosts.megatron.sizes import attention_widths, check_instances, mistaken
 from axonn_plugins.names import require
 from axonn_plugins.observe.doctor import MEGATRON_BELOW
 from axonn_tp import Grid
@@ -80,7 +80,7 @@ def after(args: Any, settings: Settings) -> None:
     Raises:
         ConfigError: the first mistake.
     """
-    mistake = indivisible(args, settings) or uneven_in_8_bits(args, settings)
+    mistake = mistaken(args, settings)
     if mistake is not None:
         raise ConfigError(mistake)
     _check_batch(args, settings)
