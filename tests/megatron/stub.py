@@ -70,7 +70,7 @@ _SWITCHES = (
     *("cross_entropy_loss_fusion", "use_sharp", "batch_invariant_mode", "deterministic_mode", "grad_reduce_in_bf16"),
     *("init_method_xavier_uniform", "use_cpu_initialization", "inference_rng_tracker", "log_max_attention_logit"),
     *("moe_grouped_gemm", "log_params_norm", "untie_embeddings_and_output_weights", "sft"),
-    *("ckpt_assume_constant_structure", "fake_process_group"),
+    *("ckpt_assume_constant_structure", "fake_process_group", "qk_clip"),
 )
 
 

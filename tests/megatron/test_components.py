@@ -53,6 +53,7 @@ WRONG = {
         [*SAMO, "--ckpt-format", "torch"],
         "--ckpt-format torch does not go with --axonn-samo: .* use torch_dist",
     ),
+    "clipped": ([*SAMO, "--qk-clip"], "--qk-clip does not go with --axonn-samo: it rescales weights .*; leave it out"),
     "masks-later": (
         ["--axonn-samo", '{"sparsity": 0.9, "start_step": 4}', "--ckpt-assume-constant-structure"],
         "--ckpt-assume-constant-structure does not go with --axonn-samo whose masks come .*; leave it out",

@@ -61,6 +61,9 @@ _STATES = (
         "leave it out, and use --axonn-offload-optimizer",
     ),
     Feature("use_precision_aware_optimizer", _FORM),
+    Feature(
+        "qk_clip", "it rescales weights beside an optimizer's float32 ones, which ours has elsewhere and puts back"
+    ),
     Feature("fp8_param_gather", _FORM),
     Feature("load_main_params_from_ckpt", _FORM),
     Feature("ddp_reduce_scatter_with_fp32_accumulation", _STEP, "leave it out; --bf16 sums in float32"),
