@@ -4,7 +4,7 @@ import json
 import re
 import sys
 from argparse import ArgumentParser
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -225,3 +225,43 @@ def test_megatron_asks_for_signals_and_times_by_the_device_that_pccl_is_for(monk
     here = torch.device("cpu")
     assert told == [here, here, here, torch.device("cuda"), torch.device("cuda", 1), 3]
     assert handler.get_device is theirs
+
+
+class _Host:
+    """As much of a host as a system asks for."""
+
+    def __init__(self, chunks, optimizer, args, steps=None):
+        self.steps = args.iteration if steps is None else steps
+
+    def gradients(self):
+        return []
+
+
+def test_a_run_goes_on_with_the_steps_that_were_taken(monkeypatch):
+    """Of iterations --iterations-to-skip leaves some out, and a schedule that counted them would pass over its last step."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    from axonn_plugins.hosts.megatron import host, moments
+
+    def run(state, iteration, finetune=False, form=None):
+        training, optimizer = ModuleType("checkpointing"), SimpleNamespace(step=lambda: True)
+        training.generate_state_dict = lambda args: {"iteration": iteration}
+        training._load_base_checkpoint = lambda: (state, "", False, None)
+        args = SimpleNamespace(iteration=0 if finetune else iteration, finetune=finetune, ckpt_convert_format=form)
+        found = moments.Moments({"gradient_noise": NoiseBlock(std=0.3)})
+        found._wrap_checkpointing(training)
+        training._load_base_checkpoint()
+        if form is not None:
+            return training.generate_state_dict(args)
+        assert training.generate_state_dict(args) == {"iteration": iteration}, "to be read into"
+        found.attach([], optimizer, args)
+        optimizer.step()
+        return found.systems["gradient_noise"].host.steps, training.generate_state_dict(args)
+
+    monkeypatch.setattr(host, "MegatronHost", _Host)
+    steps, state = run({}, 0)
+    assert steps == 1 and state["axonn_steps"] == 1
+    steps, state = run(state, 4)  # three iterations were left out
+    assert steps == 2 and state["axonn_steps"] == 2
+    assert run(state, 5, finetune=True)[0] == 1
+    assert run({"iteration": 5}, 5)[0] == 6, "of a checkpoint that does not tell"
+    assert run(state, 5, form="torch") == {**state, "iteration": 5}, "converted before there are systems"
