@@ -61,6 +61,7 @@ _WORDS = {
     "nccl_communicator_config_path": None,
 }
 _SWITCHES = (
+    *("moe_layer_recompute", "quick_geglu"),
     *("group_query_attention", "swiglu", "bf16", "fp16", "use_distributed_optimizer", "decrease_batch_size_if_needed"),
     *("sequence_parallel", "use_megatron_fsdp", "use_torch_fsdp2", "tp_comm_overlap", "enable_cuda_graph"),
     *("distribute_saved_activations", "defer_embedding_wgrad_compute", "delay_wgrad_compute", "flash_decode"),

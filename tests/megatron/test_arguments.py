@@ -332,6 +332,9 @@ def test_the_flags_become_settings(host):
     host.run(*ON, *words, "--axonn-overlap", "all-gather", "all-reduce", "--tensor-model-parallel-size", "1")
     assert host.installed[1] == Settings(1, 1, 1, "replicated", True, False, True, "2GiB", True)
     host.run(*ON, "--axonn-overlap", "none")
+    # Two rows for each of the layer's width.
+    odd = ["--ffn-hidden-size", "66", "--padded-vocab-size", "256", "--save", "x", "--save-interval", "9"]
+    host.run(*ON, "--axonn-gz", "4", "--quick-geglu", *odd)
     assert host.installed[2] == Settings(1, 1, 1, "scattered", False, False, False)
     assert host.installed[1].options().cache_gathers == "2GiB"
 

@@ -135,6 +135,8 @@ def test_flags_become_blocks(host, monkeypatch):
     assert args.axonn_components == {"gradient_noise": NOISE[1]}
     assert [name for name in vars(args) if "axonn" in name] == ["axonn_components"]
     host.run(*ON, "--axonn-gx", "2", *NOISE)
+    host.run(*ON, "--axonn-ted", "--num-experts", "4", "--moe-layer-recompute")
+    del host.installed[1:], host.components[2:]
     assert len(host.installed) == 1 and host.components[1] == host.components[0]
     monkeypatch.setattr(cpu, "enabled", lambda: True)
     host.run("--axonn-pccl", "--axonn-gradient-noise", json.dumps({"std": 1.0, "decay": 0.0}))

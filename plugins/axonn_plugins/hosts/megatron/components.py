@@ -287,7 +287,8 @@ def _check_ted(args: Any, block: Any) -> None:
             f"{flag('ted')} does not go with --fp8-format {args.fp8}: Megatron recomputes by Transformer Engine's checkpoint then, which keeps "
             "nothing; leave one of the two out"
         )
-    mixtures = of_experts and "moe" in (getattr(args, "recompute_modules", None) or ())
+    modules = getattr(args, "recompute_modules", None) or ()
+    mixtures = of_experts and ("moe" in modules or getattr(args, "moe_layer_recompute", False))
     if args.recompute_granularity != "full" and not mixtures and not changes_experts:
         raise ConfigError(f"nothing with collectives is recomputed, {nothing}; add --recompute-granularity full")
 

@@ -224,7 +224,7 @@ def _check_world(args: Any, settings: Settings) -> None:
             f"--context-parallel-size {args.context_parallel_size} does not divide the {args.world_size // stages // settings.tensor} ranks of a "
             f"stage that differ in their tokens, {args.world_size} by gx*gy = {settings.tensor} and {stages} stages; choose a divisor"
         )
-    if args.context_parallel_size > 1 and getattr(args, "cp_comm_type", None) == ["a2a"]:
+    if args.context_parallel_size > 1 and args.num_attention_heads and getattr(args, "cp_comm_type", None) == ["a2a"]:
         _check_dealt(args, settings)
 
 
@@ -290,7 +290,7 @@ def _check_rows(args: Any, settings: Settings) -> None:
     asked = args.save or args.load or getattr(args, "pretrained_checkpoint", None)
     if "torch_dist" not in _formats(args) or not asked:
         return
-    gx, gy, gz, both = settings.gx, settings.gy, settings.gz, 2 if args.swiglu else 1
+    gx, gy, gz, both = settings.gx, settings.gy, settings.gz, 2 if args.swiglu or vars(args).get("quick_geglu") else 1
     shared = getattr(args, "moe_shared_expert_intermediate_size", None) or 0
     words = getattr(args, "padded_vocab_size", None) or args.make_vocab_size_divisible_by * gx * gy
     for rows, what in (
