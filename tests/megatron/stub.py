@@ -58,8 +58,10 @@ _WORDS = {
     "load": None,
     "pretrained_checkpoint": None,
     "non_persistent_ckpt_type": None,
+    "nccl_communicator_config_path": None,
 }
 _SWITCHES = (
+    *("moe_layer_recompute", "quick_geglu"),
     *("group_query_attention", "swiglu", "bf16", "fp16", "use_distributed_optimizer", "decrease_batch_size_if_needed"),
     *("sequence_parallel", "use_megatron_fsdp", "use_torch_fsdp2", "tp_comm_overlap", "enable_cuda_graph"),
     *("distribute_saved_activations", "defer_embedding_wgrad_compute", "delay_wgrad_compute", "flash_decode"),
@@ -69,7 +71,7 @@ _SWITCHES = (
     *("cross_entropy_loss_fusion", "use_sharp", "batch_invariant_mode", "deterministic_mode", "grad_reduce_in_bf16"),
     *("init_method_xavier_uniform", "use_cpu_initialization", "inference_rng_tracker", "log_max_attention_logit"),
     *("moe_grouped_gemm", "log_params_norm", "untie_embeddings_and_output_weights", "sft"),
-    "ckpt_assume_constant_structure",
+    *("ckpt_assume_constant_structure", "fake_process_group", "qk_clip"),
 )
 
 
@@ -87,6 +89,9 @@ def add_megatron_arguments(parser):
     parser.add_argument("--recompute-modules", nargs="*")
     parser.add_argument("--cp-comm-type", nargs="+", default=["p2p"])
     parser.add_argument("--spec", nargs="*")
+    parser.add_argument("--high-priority-stream-groups", nargs="*", default=[])
+    parser.add_argument("--use-nccl-ub", action="store_true", dest="nccl_ub")
+    parser.add_argument("--attention-dropout", type=float, default=0.1)
     return parser
 
 

@@ -332,6 +332,9 @@ def test_the_flags_become_settings(host):
     host.run(*ON, *words, "--axonn-overlap", "all-gather", "all-reduce", "--tensor-model-parallel-size", "1")
     assert host.installed[1] == Settings(1, 1, 1, "replicated", True, False, True, "2GiB", True)
     host.run(*ON, "--axonn-overlap", "none")
+    # Two rows for each of the layer's width.
+    odd = ["--ffn-hidden-size", "66", "--padded-vocab-size", "256", "--save", "x", "--save-interval", "9"]
+    host.run(*ON, "--axonn-gz", "4", "--quick-geglu", *odd)
     assert host.installed[2] == Settings(1, 1, 1, "scattered", False, False, False)
     assert host.installed[1].options().cache_gathers == "2GiB"
 
@@ -381,6 +384,33 @@ def test_products_in_8_bits_are_of_even_sizes(host, capsys, name):
             host.run(*ON, *EIGHT, *flags)
     told = capsys.readouterr().err
     assert re.match("pretrain_gpt.py: error: .*" + said, told) and told.count("\n") == 1, told
+
+
+DROPPED = {
+    "heads": (
+        ["--axonn-gx", "2", "--num-attention-heads", "2"],
+        r"gx\*gy = 4 does not divide 2 heads .* ranks along y",
+    ),
+    "replicated": (
+        ["--axonn-layout", "replicated"],
+        "with --axonn-layout replicated ranks along y have the same heads",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_ranks_with_the_same_heads_drop_the_same(host, capsys, name):
+    flags, said = DROPPED[name]
+    with engine_double.installed(engine=True):
+        host.run(*ON, *ENGINE, "--axonn-gx", "2", "--axonn-gy", "2")
+        host.run(*ON, *ENGINE, "--axonn-gy", "2", *flags, "--attention-dropout", "0")
+        host.run(*ON, "--axonn-gy", "2", *flags)
+        assert len(host.installed) == 3
+        with pytest.raises(SystemExit):
+            host.run(*ON, *ENGINE, "--axonn-gy", "2", *flags)
+    told = capsys.readouterr().err
+    words = "pretrain_gpt.py: error: --attention-dropout 0.1 does not go with Transformer Engine's .*: "
+    assert re.match(words + said + ".*; give --attention-dropout 0, or", told) and told.count("\n") == 1, told
 
 
 def test_without_the_flag_nothing_is_different(host, monkeypatch):

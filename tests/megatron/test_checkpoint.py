@@ -310,6 +310,27 @@ def test_without_a_file_for_this_rank_the_exit_code_is_not_zero(
     assert "--load saved: files of format torch are of the ranks that saved them" in capsys.readouterr().err
 
 
+def test_files_of_experts_that_other_ranks_split_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_groups, "settings", lambda: Settings(2, 1, 1))
+    saved = Namespace(axonn_gx=2, axonn_gy=1, axonn_gz=1, axonn_layout=None, expert_tensor_parallel_size=1)
+    here = Namespace(pipeline_model_parallel_size=1, num_experts=4, expert_model_parallel_size=1)
+    for args in (saved, here):
+        vars(args).update(vars(here))
+
+    def load(load_dir: str, args: Any) -> tuple[Any, ...]:
+        return {"args": saved}, None, False, Namespace(name="LEGACY")
+
+    here.expert_tensor_parallel_size = 1
+    checkpoint_training._of_these_ranks(load)("saved", here)
+    here.expert_tensor_parallel_size = 2
+    with pytest.raises(SystemExit):
+        checkpoint_training._of_these_ranks(load)("saved", here)
+    said = capsys.readouterr().err
+    assert "of gx, gy, gz = 2, 1, 1, experts over 1 rank, split over 1, not gx, gy, gz = 2, 1, 1; load them" in said
+
+
 @pytest.mark.parametrize(
     ("saved", "words"),
     [

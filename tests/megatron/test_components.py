@@ -2,9 +2,13 @@
 
 import json
 import re
+import sys
 from argparse import ArgumentParser
+from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import torch
 from torch import nn
 
 from axonn_plugins.config import Goldfish, Samo, Ted
@@ -49,6 +53,7 @@ WRONG = {
         [*SAMO, "--ckpt-format", "torch"],
         "--ckpt-format torch does not go with --axonn-samo: .* use torch_dist",
     ),
+    "clipped": ([*SAMO, "--qk-clip"], "--qk-clip does not go with --axonn-samo: it rescales weights .*; leave it out"),
     "masks-later": (
         ["--axonn-samo", '{"sparsity": 0.9, "start_step": 4}', "--ckpt-assume-constant-structure"],
         "--ckpt-assume-constant-structure does not go with --axonn-samo whose masks come .*; leave it out",
@@ -96,6 +101,19 @@ WRONG = {
         ["--axonn-goldfish", '{"k": 2, "labels": "targets"}'],
         "--axonn-goldfish has the key labels, which does not go with Megatron",
     ),
+    "pccl-options": (
+        ["--axonn-pccl", "--nccl-communicator-config-path", "x.yaml"],
+        "--nccl-communicator-config-path x.yaml does not go with --axonn-pccl: it is for NCCL's own .* leave it out",
+    ),
+    "pccl-streams": (
+        ["--axonn-pccl", "--high-priority-stream-groups", "tp"],
+        "--high-priority-stream-groups .* does not go with --axonn-pccl: it is for NCCL's own .* leave it out",
+    ),
+    "pccl-buffers": (["--axonn-pccl", "--use-nccl-ub"], "--use-nccl-ub does not go with --axonn-pccl: it is for NCCL"),
+    "pccl-nobody": (
+        ["--axonn-pccl", "--fake-process-group"],
+        "--fake-process-group does not go with --axonn-pccl: ran",
+    ),
     "pipeline": (["--axonn-pipeline", "{}"], "--axonn-pipeline does not .* use --pipeline-model-parallel-size"),
 }
 
@@ -117,6 +135,8 @@ def test_flags_become_blocks(host, monkeypatch):
     assert args.axonn_components == {"gradient_noise": NOISE[1]}
     assert [name for name in vars(args) if "axonn" in name] == ["axonn_components"]
     host.run(*ON, "--axonn-gx", "2", *NOISE)
+    host.run(*ON, "--axonn-ted", "--num-experts", "4", "--moe-layer-recompute")
+    del host.installed[1:], host.components[2:]
     assert len(host.installed) == 1 and host.components[1] == host.components[0]
     monkeypatch.setattr(cpu, "enabled", lambda: True)
     host.run("--axonn-pccl", "--axonn-gradient-noise", json.dumps({"std": 1.0, "decay": 0.0}))
@@ -179,3 +199,71 @@ def test_names_are_those_of_one_stage():
     ]
     model.share_embeddings_and_output_weights = True
     assert _serial_names(model)[head.weight] == "embedding.word_embeddings.weight"
+
+
+def test_megatron_asks_for_signals_and_times_by_the_device_that_pccl_is_for(monkeypatch):
+    """It knows the device of NCCL's and gloo's groups by their names, and no other's."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    from megatron.core.utils import StragglerDetector
+
+    from axonn_plugins.config import Pccl
+    from axonn_plugins.hosts.megatron import collectives
+
+    handler = ModuleType("megatron.training.dist_signal_handler")
+    handler.get_device = theirs = Mock(side_effect=RuntimeError)
+    monkeypatch.setitem(sys.modules, handler.__name__, handler)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(StragglerDetector, "configure", lambda self: setattr(self, "dev", torch.device("cpu")))
+    detector, told = StragglerDetector(), []
+    try:
+        for _ in range(2):  # the last block counts
+            collectives.install(Pccl())
+        for on_cpu in (True, False):
+            monkeypatch.setattr(cpu, "enabled", lambda on_cpu=on_cpu: on_cpu)
+            detector.configure()
+            told += [handler.get_device(), handler.get_device(1), detector.dev]
+    finally:
+        collectives.uninstall()
+    here = torch.device("cpu")
+    assert told == [here, here, here, torch.device("cuda"), torch.device("cuda", 1), 3]
+    assert handler.get_device is theirs
+
+
+class _Host:
+    """As much of a host as a system asks for."""
+
+    def __init__(self, chunks, optimizer, args, steps=None):
+        self.steps = args.iteration if steps is None else steps
+
+    def gradients(self):
+        return []
+
+
+def test_a_run_goes_on_with_the_steps_that_were_taken(monkeypatch):
+    """Of iterations --iterations-to-skip leaves some out, and a schedule that counted them would pass over its last step."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    from axonn_plugins.hosts.megatron import host, moments
+
+    def run(state, iteration, finetune=False, form=None):
+        training, optimizer = ModuleType("checkpointing"), SimpleNamespace(step=lambda: True)
+        training.generate_state_dict = lambda args: {"iteration": iteration}
+        training._load_base_checkpoint = lambda: (state, "", False, None)
+        args = SimpleNamespace(iteration=0 if finetune else iteration, finetune=finetune, ckpt_convert_format=form)
+        found = moments.Moments({"gradient_noise": NoiseBlock(std=0.3)})
+        found._wrap_checkpointing(training)
+        training._load_base_checkpoint()
+        if form is not None:
+            return training.generate_state_dict(args)
+        assert training.generate_state_dict(args) == {"iteration": iteration}, "to be read into"
+        found.attach([], optimizer, args)
+        optimizer.step()
+        return found.systems["gradient_noise"].host.steps, training.generate_state_dict(args)
+
+    monkeypatch.setattr(host, "MegatronHost", _Host)
+    steps, state = run({}, 0)
+    assert steps == 1 and state["axonn_steps"] == 1
+    steps, state = run(state, 4)  # three iterations were left out
+    assert steps == 2 and state["axonn_steps"] == 2
+    assert run(state, 5, finetune=True)[0] == 1
+    assert run({"iteration": 5}, 5)[0] == 6, "of a checkpoint that does not tell"
+    assert run(state, 5, form="torch") == {**state, "iteration": 5}, "converted before there are systems"

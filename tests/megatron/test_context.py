@@ -308,6 +308,9 @@ def _refusals() -> dict[str, str]:
         core = context.ContextAttention(config, 1, AttnMaskType.causal, "self")
         query = torch.randn(8, 1, 8, 4)
         note("window", lambda: training.build(case))
+        for size, window in (((-1, -1), None), ((-1, 0), None), ((5, -1), 6), ((0, 0), 1)):
+            wide = training.configuration(Case(settings=Settings(), context=2, config={"window_size": size}))
+            assert context.ContextAttention(wide, 1, AttnMaskType.causal, "self").sight.window == window, size
         note("mask type", lambda: context.ContextAttention(config, 1, AttnMaskType.padding, "self"))
         note("way", lambda: context.ContextAttention(config, 1, AttnMaskType.causal, "self", cp_comm_type="a2a+p2p"))
         note("packed", lambda: core(query, query, query, None, packed_seq_params=object()))

@@ -12,7 +12,7 @@ import numpy as np
 
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.hosts.megatron.settings import Settings
-from axonn_plugins.hosts.megatron.sizes import indivisible
+from axonn_plugins.hosts.megatron.sizes import mistaken
 from axonn_plugins.planner import choose, here
 from axonn_plugins.planner.axonn import Bandwidths, Grids, Repeats, layer_communication, model_flops
 from axonn_plugins.planner.model import Transformer
@@ -110,7 +110,7 @@ def _candidates(
         settings = Settings(gx, gy, gz, args.axonn_layout or "scattered")
         if any(getattr(settings, axis) != size for axis, size in given.items()):
             continue
-        mistake = indivisible(derived, settings)
+        mistake = mistaken(derived, settings)
         at_once = args.micro_batch_size * gz * gdata
         batch = args.global_batch_size or at_once
         if mistake is None and batch % at_once:

@@ -77,9 +77,11 @@ def _of_these_ranks(original: Any) -> Any:
 def _grid(args: Any, gx: int, gy: int, gz: int, layout: str) -> str:
     """The settings that decide a rank's share, in words; the layout does where y splits biases, or not."""
     stages, experts = args.pipeline_model_parallel_size, getattr(args, "expert_model_parallel_size", 1)
+    split = getattr(args, "expert_tensor_parallel_size", None) if getattr(args, "num_experts", None) else None
     words = f"gx, gy, gz = {gx}, {gy}, {gz}" + (f" in the {layout} layout" if gy > 1 else "")
-    if experts > 1:
-        words += f", experts over {experts} ranks, split over {args.expert_tensor_parallel_size},"
+    if experts > 1 or split not in (None, gx * gy):
+        words += f", experts over {experts} {'rank' if experts == 1 else 'ranks'}, split over {split}"
+        words += "," if stages > 1 else ""
     return words + (f" on each of {stages} pipeline stages" if stages > 1 else "")
 
 

@@ -61,6 +61,9 @@ _STATES = (
         "leave it out, and use --axonn-offload-optimizer",
     ),
     Feature("use_precision_aware_optimizer", _FORM),
+    Feature(
+        "qk_clip", "it rescales weights beside an optimizer's float32 ones, which ours has elsewhere and puts back"
+    ),
     Feature("fp8_param_gather", _FORM),
     Feature("load_main_params_from_ckpt", _FORM),
     Feature("ddp_reduce_scatter_with_fp32_accumulation", _STEP, "leave it out; --bf16 sums in float32"),
@@ -77,6 +80,15 @@ _STATES = (
 )
 """Features that do not go with SAMO and offloading."""
 
+
+_OF_NCCL = "it is for NCCL's own groups, and PCCL's stand before them"
+_OF_GROUPS = (
+    Feature("nccl_communicator_config_path", _OF_NCCL, "leave it out", ()),
+    Feature("high_priority_stream_groups", _OF_NCCL, "leave it out", ([],)),
+    Feature("nccl_ub", _OF_NCCL, written="--use-nccl-ub"),
+    Feature("fake_process_group", "ranks that are not there do not answer it"),
+)
+"""Features that do not go with PCCL."""
 
 _HELPS = {
     "pccl": "collectives by PCCL",
@@ -184,6 +196,8 @@ def read(args: Any) -> dict[str, Block]:
     blocks = dict(_blocks(getattr(args, "axonn_components", {})))
     for key in blocks:
         require(flag(key), *_PACKAGES.get(key, ()))
+    if "pccl" in blocks:
+        _check("pccl", args, _OF_GROUPS)
     if "ted" in blocks:
         _check_ted(args, blocks["ted"])
     if "goldfish" in blocks:
@@ -235,7 +249,8 @@ def _check(key: str, args: Any, features: Iterable[Feature]) -> None:
     for feature in features:
         value = getattr(args, feature.name, None)
         if refused(feature, value):
-            shown = feature.flag if isinstance(value, bool) else f"{feature.flag} {value}"
+            words = " ".join(map(str, value)) if isinstance(value, list) else value
+            shown = feature.flag if isinstance(value, bool) else f"{feature.flag} {words}"
             raise ConfigError(f"{shown} does not go with {flag(key)}: {feature.why}; {feature.remedy}")
 
 
@@ -272,7 +287,8 @@ def _check_ted(args: Any, block: Any) -> None:
             f"{flag('ted')} does not go with --fp8-format {args.fp8}: Megatron recomputes by Transformer Engine's checkpoint then, which keeps "
             "nothing; leave one of the two out"
         )
-    mixtures = of_experts and "moe" in (getattr(args, "recompute_modules", None) or ())
+    modules = getattr(args, "recompute_modules", None) or ()
+    mixtures = of_experts and ("moe" in modules or getattr(args, "moe_layer_recompute", False))
     if args.recompute_granularity != "full" and not mixtures and not changes_experts:
         raise ConfigError(f"nothing with collectives is recomputed, {nothing}; add --recompute-granularity full")
 

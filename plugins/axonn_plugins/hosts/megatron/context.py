@@ -166,12 +166,13 @@ def _window(config: Any, layer_number: int) -> int | None:
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None
     before, after = config.window_size
-    if after:
+    # Less than 0 is as far as there are tokens; later ones are hidden all the same.
+    if after > 0:
         raise ValueError(
             f"window_size = {tuple(config.window_size)} lets a token see the {after} after it; where sequences are shared it must be causal: "
             f"use ({before}, 0)"
         )
-    return before + 1
+    return None if before < 0 else before + 1
 
 
 _seen: Any = WeakIdKeyDictionary()

@@ -31,20 +31,21 @@ class MegatronHost:
         chunks: this rank's part of the model, as `setup_model_and_optimizer` returns it.
         optimizer: beside it.
         args: Megatron's.
+        steps: that were taken before; as many as iterations when None.
 
     Attributes:
         model: this rank's part; several chunks of a pipeline are a list.
         mesh: the grid's, or one whose x is Megatron's tensor parallelism.
-        steps: iterations, also of runs before this one.
+        steps: that were taken, also in runs before this one.
 
     Raises:
         ConfigError: nobody knows how the model's parameters are split.
     """
 
-    def __init__(self, chunks: list[nn.Module], optimizer: Any, args: Any) -> None:
+    def __init__(self, chunks: list[nn.Module], optimizer: Any, args: Any, steps: int | None = None) -> None:
         models: list[Any] = unwrap_model(chunks)
         self.model: nn.Module = models[0] if len(models) == 1 else nn.ModuleList(models)
-        self.steps: int = args.iteration
+        self.steps: int = args.iteration if steps is None else steps
         self._optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
         self._optimizer = optimizer
         self._names: dict[nn.Parameter, str] = {}

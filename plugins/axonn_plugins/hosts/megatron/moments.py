@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import wraps
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,10 @@ from axonn_plugins.hosts.megatron.arguments import fail
 from axonn_plugins.hosts.megatron.components import OWNERS
 from axonn_plugins.hosts.megatron.originals import Originals
 
-_STATES = "axonn_systems"
+if TYPE_CHECKING:
+    from axonn_plugins.hosts.megatron.host import MegatronHost
+
+_STATES, _STEPS = "axonn_systems", "axonn_steps"
 
 
 class Moments:
@@ -30,7 +33,9 @@ class Moments:
     def __init__(self, blocks: Mapping[str, Block]) -> None:
         self._blocks = blocks
         self.systems: dict[str, System] = {}
+        self._host: MegatronHost | None = None
         self._loaded: dict[str, Any] = {}
+        self._steps: int | None = None
         self.originals = Originals()
         on_import("megatron.training.training", self._wrap_training)
         on_import("megatron.training.checkpointing", self._wrap_checkpointing)
@@ -64,7 +69,7 @@ class Moments:
         """
         from axonn_plugins.hosts.megatron.host import MegatronHost
 
-        host = MegatronHost(model, optimizer, args)
+        self._host = host = MegatronHost(model, optimizer, args, self.steps(args))
         self.systems = {key: REGISTERED[key].system(block, host) for key, block in self._blocks.items()}
         self.resume(args)
         step = optimizer.step
@@ -82,6 +87,10 @@ class Moments:
 
         optimizer.step = with_moments
 
+    def steps(self, args: Any) -> int | None:
+        """The steps of the optimizer before the checkpoint that was read; None where it does not tell, or training begins anew."""
+        return None if args.finetune else self._steps
+
     def resume(self, args: Any) -> None:
         """Have systems go on where a checkpoint was taken."""
         for key, system in self.systems.items():
@@ -90,16 +99,22 @@ class Moments:
 
     def _with_states(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
-        def generate_state_dict(*args: Any, **named: Any) -> Any:
-            made = original(*args, **named)
+        def generate_state_dict(args: Any, *rest: Any, **named: Any) -> Any:
+            made = original(args, *rest, **named)
             states = {key: system.state_dict() for key, system in self.systems.items()}
-            return {**made, _STATES: states} if states else made
+            # Fewer than iterations, of which --iterations-to-skip leaves some out.
+            steps = None if self._host is None else self._host.steps
+            if getattr(args, "ckpt_convert_format", None) is not None:  # before there are systems, and instead of them
+                states, steps = self._loaded, self._steps
+            made = {**made, _STATES: states} if states else made
+            return made if steps is None else {**made, _STEPS: steps}
 
         return generate_state_dict
 
     def loaded(self, state: Mapping[str, Any]) -> None:
         """Keep what is the same on all ranks of a checkpoint."""
         self._loaded = state.get(_STATES, self._loaded)
+        self._steps = state.get(_STEPS, self._steps)
 
     def _keeping_states(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Checkpoints are read before there are systems."""

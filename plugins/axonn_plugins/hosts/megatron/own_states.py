@@ -89,7 +89,8 @@ class OwnStates(Moments):
         Raises:
             ConfigError: they do not go with it.
         """
-        optimizer.begin(model, args, self._block)
+        optimizer.begin(model, args, self._block, self.steps(args))
+        self._host = optimizer.host
         self.systems = optimizer.composition.systems
         self.resume(args)
 

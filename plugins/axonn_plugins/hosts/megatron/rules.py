@@ -17,7 +17,7 @@ from axonn_plugins.hosts.megatron.expert_groups import Blocks, blocks_of, topolo
 from axonn_plugins.hosts.megatron.features import MODELS
 from axonn_plugins.hosts.megatron.refusals import IMPL, TESTED, check_arguments, warn_of_unknown
 from axonn_plugins.hosts.megatron.settings import LAYOUTS, OVERLAPS, Settings
-from axonn_plugins.hosts.megatron.sizes import attention_widths, check_instances, indivisible, uneven_in_8_bits
+from axonn_plugins.hosts.megatron.sizes import attention_widths, check_instances, mistaken
 from axonn_plugins.names import require
 from axonn_plugins.observe.doctor import MEGATRON_BELOW
 from axonn_tp import Grid
@@ -80,7 +80,7 @@ def after(args: Any, settings: Settings) -> None:
     Raises:
         ConfigError: the first mistake.
     """
-    mistake = indivisible(args, settings) or uneven_in_8_bits(args, settings)
+    mistake = mistaken(args, settings)
     if mistake is not None:
         raise ConfigError(mistake)
     _check_batch(args, settings)
@@ -224,7 +224,7 @@ def _check_world(args: Any, settings: Settings) -> None:
             f"--context-parallel-size {args.context_parallel_size} does not divide the {args.world_size // stages // settings.tensor} ranks of a "
             f"stage that differ in their tokens, {args.world_size} by gx*gy = {settings.tensor} and {stages} stages; choose a divisor"
         )
-    if args.context_parallel_size > 1 and getattr(args, "cp_comm_type", None) == ["a2a"]:
+    if args.context_parallel_size > 1 and args.num_attention_heads and getattr(args, "cp_comm_type", None) == ["a2a"]:
         _check_dealt(args, settings)
 
 
@@ -290,7 +290,7 @@ def _check_rows(args: Any, settings: Settings) -> None:
     asked = args.save or args.load or getattr(args, "pretrained_checkpoint", None)
     if "torch_dist" not in _formats(args) or not asked:
         return
-    gx, gy, gz, both = settings.gx, settings.gy, settings.gz, 2 if args.swiglu else 1
+    gx, gy, gz, both = settings.gx, settings.gy, settings.gz, 2 if args.swiglu or vars(args).get("quick_geglu") else 1
     shared = getattr(args, "moe_shared_expert_intermediate_size", None) or 0
     words = getattr(args, "padded_vocab_size", None) or args.make_vocab_size_divisible_by * gx * gy
     for rows, what in (

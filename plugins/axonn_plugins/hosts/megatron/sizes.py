@@ -1,4 +1,4 @@
-"""Sizes of a model that the grid must divide."""
+"""Sizes of a model that the grid must divide, and what ranks with the same heads drop."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ from axonn_plugins.hosts.megatron.settings import Settings
 
 MULTIPLE = 16
 """Rows and columns of a product in 8 bits are multiples of it."""
+
+
+def mistaken(args: Any, settings: Settings) -> str | None:
+    """The first reason why a model does not train on a grid, as a sentence; None where there is none.
+
+    Args:
+        args: Megatron's, with derived sizes.
+        settings: the grid.
+    """
+    return indivisible(args, settings) or uneven_in_8_bits(args, settings) or dropped_apart(args, settings)
 
 
 def indivisible(args: Any, settings: Settings) -> str | None:
@@ -94,6 +104,27 @@ def uneven_in_8_bits(args: Any, settings: Settings) -> str | None:
                 f"--fp8-format {args.fp8} need; change one of the two"
             )
     return None
+
+
+def dropped_apart(args: Any, settings: Settings) -> str | None:
+    """Say that ranks with the same heads would drop other elements, as a sentence; None where they drop the same, or nothing.
+
+    Args:
+        args: Megatron's, with derived sizes.
+        settings: the grid.
+    """
+    heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    apart = settings.gy == 1 or (settings.layout == "scattered" and heads % settings.tensor == 0)
+    # Sequences that ranks share have an attention of ours, and a hybrid model may have none.
+    others = getattr(args, "context_parallel_size", 1) > 1 or getattr(args, "is_hybrid_model", False)
+    if apart or others or args.transformer_impl != "transformer_engine" or not getattr(args, "attention_dropout", 0):
+        return None
+    why = f"gx*gy = {settings.tensor} does not divide {heads} heads or query groups, so that"
+    why = why if settings.layout == "scattered" else f"with --axonn-layout {settings.layout}"
+    return (
+        f"--attention-dropout {args.attention_dropout} does not go with Transformer Engine's attention on --axonn-gy {settings.gy}: {why} ranks along y "
+        "have the same heads, and each would drop other elements; give --attention-dropout 0, or --transformer-impl local"
+    )
 
 
 def attention_widths(args: Any) -> list[tuple[str, int]]:

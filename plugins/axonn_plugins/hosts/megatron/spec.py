@@ -20,7 +20,7 @@ from megatron.core.models.common.language_module import language_module
 from megatron.core.models.gpt import gpt_model
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random as megatron_random
-from megatron.core.transformer import attention, transformer_block, transformer_layer
+from megatron.core.transformer import attention, transformer_block, transformer_config, transformer_layer
 from torch import Tensor, nn
 
 from axonn_plugins.hosts.megatron import (
@@ -76,6 +76,7 @@ def install(settings: Settings) -> None:
         _originals.replace(provider, "linear", lambda self: EngineColumnParallelLinear)
     _originals.replace(tensor_parallel, "ColumnParallelLinear", ColumnParallelLinear)
     _originals.replace(tensor_parallel, "VocabParallelEmbedding", VocabParallelEmbedding)
+    _originals.wrap(transformer_config.TransformerConfig, "__post_init__", _of_ranks_with_other_heads)
     _originals.wrap(attention.Attention, "__init__", _with_heads)
     _originals.wrap(attention.SelfAttention, "__init__", _with_head_norms)
     _originals.replace(attention, "all_gather_last_dim_from_tensor_parallel_region", _whole_qkv)
@@ -136,6 +137,26 @@ def _after(change: Callable[[Any], None]) -> Callable[[Callable[..., None]], Cal
         return init
 
     return make
+
+
+def _of_ranks_with_other_heads(original: Callable[..., None]) -> Callable[..., None]:
+    """Megatron would have all tensor ranks divide heads and query groups; those of x must, where ranks along y have the same."""
+
+    @wraps(original)
+    def check(self: Any) -> None:
+        settings, tensor = process_groups.settings(), self.tensor_model_parallel_size
+        groups = self.num_query_groups or self.num_attention_heads
+        if tensor != settings.tensor or groups % tensor == 0:
+            return original(self)
+        # Which Megatron takes from the size.
+        self.expert_tensor_parallel_size = self.expert_tensor_parallel_size or tensor
+        self.tensor_model_parallel_size = settings.gx
+        try:
+            original(self)
+        finally:
+            self.tensor_model_parallel_size = tensor
+
+    return check
 
 
 def _with_heads(original: Callable[..., None]) -> Callable[..., None]:

@@ -110,18 +110,19 @@ class StateOptimizer(MegatronOptimizer):
         self.notes: Mapping[str, Any] = {}
         self._read: Mapping[str, Any] | None = None
 
-    def begin(self, chunks: list[Any], args: Any, block: Axonn) -> None:
+    def begin(self, chunks: list[Any], args: Any, block: Axonn, steps: int | None = None) -> None:
         """Make the states, of the weights as they are and of what was read; every rank calls it.
 
         Args:
             chunks: this rank's part of the model.
             args: Megatron's.
             block: the systems.
+            steps: that were taken before; as many as iterations when None.
 
         Raises:
             ConfigError: the model cannot be pruned so; the same on every rank.
         """
-        self.host = host = MegatronHost(chunks, self, args)
+        self.host = host = MegatronHost(chunks, self, args, steps)
         self.composition = Composition(block, args.axonn_stage, host, (WORDS,))
         names, parameters = host.serial_names(), self.get_parameters()
         masks = None if self._read is None else states_checkpoint.masks_in(self, self._read, names)
