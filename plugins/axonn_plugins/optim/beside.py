@@ -59,7 +59,7 @@ class Taker:
 
 
 class States(dict[Any, Any]):
-    """What a script finds under ``optimizer.state``: nothing to read, as parts of parameters have states; what it throws away is forgotten.
+    """The ``optimizer.state`` that a script finds: nothing to read, as parts of parameters have states; what it throws away is forgotten.
 
     Args:
         optimizer: whose.
