@@ -22,7 +22,7 @@ axonn_plugins.activate()
 pytest.importorskip("accelerate")
 import transformers  # noqa: E402
 
-from tests.huggingface.test_means import SIZES, classes, classifier, t5  # noqa: E402
+from tests.huggingface.test_means import SIZES, classes, classifier, labelled_at_times, t5  # noqa: E402
 from tests.huggingface.trainer_runs import PAD, WORDS, Case, gpt2, history, padded, trainer  # noqa: E402
 
 ENTROPY = nn.functional.cross_entropy
@@ -313,6 +313,7 @@ def boxes(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
 
 EPOCH: dict[str, Any] = {"num_train_epochs": 1, "eval_strategy": "epoch", "prediction_loss_only": True}
 ALL = {"remove_unused_columns": False}
+UNFILTERED = {"logging_nan_inf_filter": False}
 NO_AUTO: dict[str, Any] = {"zero_optimization": {"stage": 0}}  # sizes that the Trainer takes from a model's config
 ROUNDS = EPOCH | {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
 FUNCTIONS = {"sum": summed, "sum divided": divided, "mean": mean}
@@ -346,6 +347,7 @@ CASES: dict[str, tuple[Case, Any, Any]] = {
     "balanced by rows": (Case(mixture, arguments=EPOCH), OwnOfModel, None),
     "switch": (Case(switch, arguments=EPOCH | ALL, config=NO_AUTO), None, None),
     "nllb": (Case(nllb, arguments=EPOCH, config=NO_AUTO), None, None),
+    "switch at times": (Case(switch, labelled_at_times, EPOCH | ALL | UNFILTERED, NO_AUTO), None, None),
 }
 
 

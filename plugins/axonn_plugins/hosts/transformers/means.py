@@ -8,11 +8,12 @@ classifiers', by the reader's share of the items. A loss that is neither, as one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from axonn_plugins.hosts.transformers.asking import asked
 from axonn_plugins.hosts.transformers.balance import balanced, balances, times
@@ -71,10 +72,10 @@ def in_one_process(
     summed = num_items_in_batch is not None and (key not in kinds or kinds[key].adds)
     by_trl = own and type(self).compute_loss.__module__.startswith("trl.")
     constants, losses = _constants_once(self.model, readers if summed else 1), times()
-    expected = _part(self) if by_trl else readers if summed else share()
-    if key in kinds and not summed and balances(self.model):
-        expected = _factor(self, kinds[key], labels, readers)
+    expected: Any = _part(self) if by_trl else readers if summed else share()
     watch = watching if key not in kinds else of_all_targets(self) if kinds[key].by_targets else nullcontext()
+    if key in kinds and not summed and balances(self.model):
+        expected, watch = _of_mixture(self, _factor(self, kinds[key], labels, readers), watch)
     called: set[tuple] = vars(self).setdefault("_axonn_called", set())
     first = None if key in called or by_trl else Before(self.model)
     called.add(key)
@@ -98,13 +99,15 @@ def in_one_process(
             targets = of_all_targets(self) if kind.by_targets else nullcontext()
             if first is not None:
                 first.again()
-            with targets, balanced(self, _factor(self, kind, labels, readers)):
+            expected, targets = _of_mixture(self, _factor(self, kind, labels, readers), targets)
+            with targets, balanced(self, expected):
                 found = original(model, inputs, return_outputs=return_outputs, **more)
     if not kinds[key].tried and labels is not None:
         kinds[key] = refined(self, kinds[key], labels, loss, rows)
     factor = _factor(self, kinds[key], labels, readers)
     if isinstance(factor, Tensor) and not balances(self.model):
         found = _without_none(found, factor)
+    factor, _ = _of_mixture(self, factor, nullcontext())
     return _times(found, factor / readers if counted else factor)
 
 
@@ -160,6 +163,26 @@ def _without_none(found: Any, factor: Tensor) -> Any:
     if isinstance(found, tuple):
         return _without_none(found[0], factor), *found[1:]
     return torch.where(factor == 0, found.nan_to_num(), found)
+
+
+class _OfNone(TorchFunctionMode):
+    """A mean over no targets is 0."""
+
+    def __init__(self, none: Tensor) -> None:
+        super().__init__()
+        self._none = none
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        mean = getattr(function, "__name__", "") == "cross_entropy"
+        return torch.where(self._none, found.nan_to_num(), found) if mean else found
+
+
+def _of_mixture(self: Any, factor: Any, around: AbstractContextManager) -> tuple[Any, AbstractContextManager]:
+    """The factor of a mixture's loss, of which its routers' part counts where a reader has no labels, too, and what is around the call."""
+    if not isinstance(factor, Tensor) or not balances(self.model):
+        return factor, around
+    return torch.where(factor == 0, 1.0, factor), _OfNone(factor == 0)
 
 
 def _factor(self: Any, kind: Kind, labels: Tensor | None, readers: int) -> Any:
