@@ -25,7 +25,7 @@ from axonn_plugins import __version__
 from axonn_plugins.config import Axonn, ConfigError, TensorParallel
 from axonn_plugins.hosts.common import replicas
 from axonn_plugins.hosts.common.elementwise import check_by_parameter
-from axonn_plugins.hosts.common.split_states import split_states
+from axonn_plugins.hosts.common.split_states import split_states, whole_shapes
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
 from axonn_plugins.hosts.deepspeed.agreement import (
     agree,
@@ -172,7 +172,8 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
             # A function that sorts parameters by their shapes must see them before they are split.
             given = keywords.pop("model_parameters", None)
             keywords["model_parameters"] = list(model.parameters() if given is None else given)
-            optimizer = optimizer(keywords["model_parameters"])
+            with whole_shapes(model):
+                optimizer = optimizer(keywords["model_parameters"])
         self._axonn = self._settings(block)
         if self._splits:
             refuse_dropped_tokens(config_class, grid_for(self._axonn, dist.get_world_size()), self._axonn.layout)
