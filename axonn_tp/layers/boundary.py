@@ -77,6 +77,32 @@ def make_states_whole(outputs: Any, mesh: Mesh) -> None:
                 outputs[name] = made if isinstance(given, tuple) else made[0]
 
 
+def whole_outputs(outputs: Any, mesh: Mesh) -> Any:
+    """What a part of a model gives that is called by itself, whole where it is shares.
+
+    Args:
+        outputs: of its forward; a mapping changes in place.
+        mesh: the mesh.
+
+    Raises:
+        ValueError: an activation between the layers of a pair.
+    """
+    make_states_whole(outputs, mesh)
+    if isinstance(outputs, MutableMapping):
+        for name, given in list(outputs.items()):
+            outputs[name] = _whole_output(given, mesh)
+    return (
+        tuple(_whole_output(one, mesh) for one in outputs) if type(outputs) is tuple else _whole_output(outputs, mesh)
+    )
+
+
+def _whole_output(given: Any, mesh: Mesh) -> Any:
+    split = split_of(given) if isinstance(given, Tensor) else None
+    if split is None:
+        return given
+    return whole_activation(given, mesh, given.shape[-1] * (mesh.size("y") if "y" in split.over else 1))
+
+
 def _whole_state(share: Any, mesh: Mesh, of_heads: bool) -> Any:
     """The whole of (samples, tokens, features), or of (samples, heads, ...); what is neither stays a share, of which no loss can be made."""
     split = split_of(share) if isinstance(share, Tensor) else None

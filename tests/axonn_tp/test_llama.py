@@ -111,3 +111,37 @@ def test_on_grids(grids: list[Grid]) -> None:
             assert all(error < 1e-10 for error in errors.values()), (grid, layout, errors)
             # Where the two key and value heads do not divide, attention is not a pair, and its projections stand alone.
             assert pairs == ({"o_proj", "down_proj"} if grid.gx <= 2 else {"down_proj"}), (grid, layout)
+
+
+def parts(model: nn.Module) -> list[torch.Tensor]:
+    """What a script finds that calls a model's parts by themselves: states, and logits of them and of their last token, with a gradient."""
+    base, head = model.base_model, model.get_output_embeddings()  # type: ignore[operator]
+    found = base(batch()[:2], output_hidden_states=True)
+    packed = base(batch()[:2], return_dict=False)[0]
+    states = found.last_hidden_state
+    logits, last = head(states), head(states[:, -1:])
+    (logits.square().sum() + last.sum() + packed.square().sum()).backward()
+    return [*found.hidden_states, states, packed, logits, last]
+
+
+def called_alone(before: nn.Module, grids: list[Grid]) -> list[tuple[Grid, str, float]]:
+    expected, found = copy.deepcopy(before), []
+    values = parts(expected)
+    for mesh in meshes(grids):
+        for layout in LAYOUTS:
+            model = axonn_tp.parallelize(copy.deepcopy(before), mesh, "auto", Options(layout=layout))
+            made = parts(model)
+            error = max(float((a - b).abs().max()) for a, b in zip(made, values, strict=True))
+            axonn_tp.sync_gradients(model.parameters(), mesh)
+            error = max(error, largest_error(expected, model, mesh, lambda p: p.grad))
+            found.append((mesh.grid, layout, error))
+    return found
+
+
+def test_parts_that_are_called_by_themselves() -> None:
+    """Of a model whose stream is split, which its head takes in shares."""
+    pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    before = hf("GPTNeoXForCausalLM", **SIZES, tie_word_embeddings=False).double()
+    for rank in run_ranks(called_alone, 4, before, [Grid(2, 2), Grid(1, 2, 2)]):
+        assert all(error < 1e-10 for *_, error in rank), rank
