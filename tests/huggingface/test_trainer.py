@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import tempfile
 from functools import partial
 from typing import Any
@@ -108,8 +110,11 @@ class Sorting(transformers.Trainer):
 def evaluated_first(block: dict[str, Any] | None, readers: int) -> dict[str, Any]:
     used = trainer(PLAIN, block, readers, same_on_all(tempfile.mkdtemp()))
     used.__class__ = Sorting
-    before = reported(used.evaluate())
-    used.train()
+    before, said = reported(used.evaluate()), io.StringIO()
+    with contextlib.redirect_stderr(said):
+        used.train()
+    if block and not dist.get_rank():  # by the same plan, of which the model as it is now tells nothing
+        assert "layers: split already" in said.getvalue() and " normal " in said.getvalue()
     counts = used.model.num_parameters(), used.get_num_trainable_parameters()
     return {"history": history(used), "metrics": before, "parameters": counts}
 
