@@ -28,7 +28,7 @@ _KEPT = (
     "fp16",
     "torch_autocast",
 )
-_SPLITS = ("requires", "tensor_parallel", "ted", "pccl")
+_SPLITS = ("requires", "tensor_parallel", "ted", "pccl", "goldfish")
 
 
 def patch(module: ModuleType) -> None:
