@@ -100,7 +100,12 @@ def _whole_output(given: Any, mesh: Mesh) -> Any:
     split = split_of(given) if isinstance(given, Tensor) else None
     if split is None:
         return given
-    return whole_activation(given, mesh, given.shape[-1] * (mesh.size("y") if "y" in split.over else 1))
+    return _noted(whole_activation(given, mesh, given.shape[-1] * (mesh.size("y") if "y" in split.over else 1)))
+
+
+def _noted(whole: Tensor) -> Tensor:
+    whole.axonn_whole = True  # type: ignore[attr-defined]
+    return whole
 
 
 def _whole_state(share: Any, mesh: Mesh, of_heads: bool) -> Any:
@@ -115,7 +120,7 @@ def _whole_state(share: Any, mesh: Mesh, of_heads: bool) -> Any:
         return rows
     stream = not of_heads and share.dim() == 3 and ("x" not in split.over or _scattered(share) is not None)
     ranks = mesh.size("y") if "y" in split.over else 1
-    return whole_activation(share, mesh, share.shape[-1] * ranks) if stream else share
+    return _noted(whole_activation(share, mesh, share.shape[-1] * ranks)) if stream else share
 
 
 def _scattered(share: Tensor) -> Tokens | None:

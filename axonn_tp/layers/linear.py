@@ -114,14 +114,15 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
         return split_among(output, self.mesh, self.split.split_over, tokens)
 
     def _alone(self, input: Tensor) -> bool:
-        """True if a script calls a model's layer by itself, as a head, on what is whole."""
+        """True if a script calls a model's layer by itself, as a head, on what is whole: by its width, and where tokens are shared by what gave it."""
         mesh, split = self.mesh, self.split
-        shared = mesh.size(split.contracted) > 1 or (split.takes == "tokens" and mesh.size(split.output) > 1)
+        shares_tokens = split.takes == "tokens" and mesh.size(split.output) > 1
         return (
-            shared
+            (shares_tokens or mesh.size(split.contracted) > 1)
             and split.takes != "whole"
             and split_of(input) is None
             and input.shape[-1] == self.in_features
+            and (hasattr(input, "axonn_whole") or not shares_tokens)
             and hasattr(self, "axonn_name")
             and not self.gathers.in_forward
         )
