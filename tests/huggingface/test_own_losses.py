@@ -44,6 +44,12 @@ def mean(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
     return ENTROPY(*targets(outputs["logits"], labels), label_smoothing=0.1)
 
 
+def of_two(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+    """Two means, over other targets each; one of them leaves out what it has marked itself."""
+    marked = ENTROPY(outputs["logits"].flatten(0, 1), labels.flatten() % 50 - 1, ignore_index=-1)
+    return mean(outputs, labels) + marked
+
+
 class Own(transformers.Trainer):
     """As a script writes it for one process."""
 
@@ -101,11 +107,8 @@ class OwnOfRows(Own):
 
 
 class OwnOfTwo(Own):
-    """Two means, over other targets each; one of them leaves out what it has marked itself."""
-
     def own(self, outputs: Any, labels: Tensor, items: Any) -> Tensor:
-        marked = ENTROPY(outputs["logits"].flatten(0, 1), labels.flatten() % 50 - 1, ignore_index=-1)
-        return mean(outputs, labels) + marked
+        return of_two(outputs, labels)
 
 
 class OwnOfPairs(Own):
@@ -316,7 +319,7 @@ ALL = {"remove_unused_columns": False}
 UNFILTERED = {"logging_nan_inf_filter": False}
 NO_AUTO: dict[str, Any] = {"zero_optimization": {"stage": 0}}  # sizes that the Trainer takes from a model's config
 ROUNDS = EPOCH | {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
-FUNCTIONS = {"sum": summed, "sum divided": divided, "mean": mean}
+FUNCTIONS = {"sum": summed, "sum divided": divided, "mean": mean, "two": of_two}
 OWN = {"own sum": Own, "own sum divided": OwnDivided, "own multiplied": OwnMultiplied, "own mean": OwnMean}
 SGD = EPOCH | {"optim": "sgd", "learning_rate": 0.1}
 BY_COST = {

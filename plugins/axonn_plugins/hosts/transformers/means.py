@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ def in_one_process(
     def loss(some: dict[str, Any]) -> Any:
         return original(model, some, **more)
 
-    rows, watching = dict(inputs), Watching(num_items_in_batch)
+    # What computes the loss may take the labels out of its inputs.
+    rows, again, watching = dict(inputs), copy(inputs), Watching(num_items_in_batch)
     kinds: dict[tuple, Kind] = vars(self).setdefault("_axonn_kinds", {})
     counts: dict[tuple, bool] = vars(self).setdefault("_axonn_counts", {})
     key = (type(self), id(self.compute_loss_func), self.model.training, own)
@@ -101,7 +103,7 @@ def in_one_process(
                 first.again()
             expected, targets = _of_mixture(self, _factor(self, kind, labels, readers), targets)
             with targets, balanced(self, expected):
-                found = original(model, inputs, return_outputs=return_outputs, **more)
+                found = original(model, again, return_outputs=return_outputs, **more)
     if not kinds[key].tried and labels is not None:
         kinds[key] = refined(self, kinds[key], labels, loss, rows)
     factor = _factor(self, kinds[key], labels, readers)
