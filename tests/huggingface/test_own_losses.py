@@ -484,8 +484,15 @@ def asked_to_end() -> tuple[list[Any], ...]:
     return tuple([entry for entry in history(used)[:-1] if entry["step"] > 2] for used in (whole, again))
 
 
+def of_tuples() -> Any:
+    """Batches without names, of which a script's own loss would be each reader's."""
+    case = Case(gpt2, lambda some: tuple(padded(some).values()), {"max_steps": 1})
+    return attempt(trainer(case, {"tensor_parallel": {"gz": 2}}, 2, "unused").train)
+
+
 def all_refused() -> tuple[Any, ...]:
     return (
+        of_tuples(),
         refused(),
         two_optimizers(),
         routed_padding(),
@@ -502,7 +509,8 @@ def test_what_one_rank_has_is_told_to_all() -> None:
         "the loss of OwnOfPairs is neither a sum nor a mean over the rows or the labels" in found[0][-1]
         and not found[1][-1]
     )
-    for told, given, routed, averaged, metrics, (whole, again), _ in found:
+    for unnamed, told, given, routed, averaged, metrics, (whole, again), _ in found:
+        assert "a batch of the Trainer is of type tuple, in which rows and labels have no names" in unnamed
         assert whole == again and len(whole) == 2
         assert 'lr_scheduler_type = "reduce_lr_on_plateau" goes by what evaluations find' in metrics
         assert "or are routed to experts whose balance is part of the loss, and readers pad" in routed

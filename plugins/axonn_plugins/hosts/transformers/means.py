@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.transformers.asking import asked
 from axonn_plugins.hosts.transformers.balance import balanced, balances, times
 from axonn_plugins.hosts.transformers.kinds import (
@@ -56,10 +57,18 @@ def in_one_process(
         num_items_in_batch: of all readers; None where nothing takes it.
         own: it may be a script's. Where that asks how many processes there are it counts them itself.
         **more: given to it.
+
+    Raises:
+        ConfigError: the batch is no mapping, where there are several readers.
     """
     readers, more["num_items_in_batch"] = self.accelerator.num_processes, num_items_in_batch
-    if readers == 1 or not has_block(self.accelerator) or not isinstance(inputs, Mapping):
+    if readers == 1 or not has_block(self.accelerator):
         return original(model, inputs, return_outputs=return_outputs, **more)
+    if not isinstance(inputs, Mapping):
+        raise ConfigError(
+            f"a batch of the Trainer is of type {type(inputs).__name__}, in which rows and labels have no names by which the losses of {readers} readers "
+            "(gz times data ranks) could be made one process's; have the data_collator give a dictionary, or use gx and gy alone, whose ranks are one reader"
+        )
     labels, by_engine = _labels(self, model, inputs, num_items_in_batch)
 
     def loss(some: dict[str, Any]) -> Any:
