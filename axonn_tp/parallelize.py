@@ -33,7 +33,7 @@ from axonn_tp.context.model import share_sequences
 from axonn_tp.grid.distribute import agree_on_unread, broadcast, broadcast_buffers, read_rest, without_own
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.batch_norm import synchronise
-from axonn_tp.layers.boundary import make_states_whole, whole_outputs
+from axonn_tp.layers.boundary import make_states_whole, whole_outputs, whole_states
 from axonn_tp.layers.conv import Conv
 from axonn_tp.layers.cross_entropy import CrossEntropyLoss
 from axonn_tp.layers.eager import compiler_runs, leave_to_eager, tell_uncompiled
@@ -232,7 +232,7 @@ def _refuse_transforms(layers: Iterable[Gathers]) -> None:
         )
 
 
-def _leave_forward(model: nn.Module, inputs: tuple, output: object) -> None:
+def _leave_forward(model: nn.Module, inputs: tuple, output: object) -> Any:
     forward: _Forward = model.axonn_forward  # type: ignore[assignment]
     forward.running -= 1
     for gathers in forward.layers:
@@ -241,6 +241,7 @@ def _leave_forward(model: nn.Module, inputs: tuple, output: object) -> None:
     if model.training:
         forward.order.passed(forward.layers)
     make_states_whole(output, forward.mesh)
+    return whole_states(output, forward.mesh) if type(output) is tuple and published_in(model) else None
 
 
 def _convert(placement: Placement, mesh: Mesh, gathers: Gathers, options: Options) -> None:

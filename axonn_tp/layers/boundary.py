@@ -91,9 +91,16 @@ def whole_outputs(outputs: Any, mesh: Mesh) -> Any:
     if isinstance(outputs, MutableMapping):
         for name, given in list(outputs.items()):
             outputs[name] = _whole_output(given, mesh)
-    return (
-        tuple(_whole_output(one, mesh) for one in outputs) if type(outputs) is tuple else _whole_output(outputs, mesh)
-    )
+    return whole_states(outputs, mesh) if type(outputs) is tuple else _whole_output(outputs, mesh)
+
+
+def whole_states(outputs: tuple, mesh: Mesh) -> tuple:
+    """The same as `make_states_whole` of a tuple, in which states and attentions have no names; tuples of them may be in it."""
+
+    def whole(given: Any) -> Any:
+        return _whole_state(given, mesh, given.dim() == 4) if isinstance(given, Tensor) else given
+
+    return tuple(tuple(map(whole, one)) if type(one) is tuple else whole(one) for one in outputs)
 
 
 def _whole_output(given: Any, mesh: Mesh) -> Any:
