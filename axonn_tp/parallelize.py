@@ -162,6 +162,7 @@ class _Forward:
         self.tuner, self.uses, self.same, self.mesh = tuner, SharedUses(mesh), SameOnReplicas(mesh), mesh
         self.order = SameOrder()
         self.running = 0  # forwards, of the model or of models within, one inside another
+        self.published = bool(published_in(model))
         split = [module for module in model.modules() if isinstance(module, Split)]
         self.layers: dict[Gathers, list[SplitWeight]] = defaultdict(list)
         for module in split:
@@ -241,7 +242,7 @@ def _leave_forward(model: nn.Module, inputs: tuple, output: object) -> Any:
     if model.training:
         forward.order.passed(forward.layers)
     make_states_whole(output, forward.mesh)
-    return whole_states(output, forward.mesh) if type(output) is tuple and published_in(model) else None
+    return whole_states(output, forward.mesh) if type(output) is tuple and forward.published else None
 
 
 def _convert(placement: Placement, mesh: Mesh, gathers: Gathers, options: Options) -> None:
