@@ -200,12 +200,12 @@ def _leave_part(part: nn.Module, inputs: tuple, output: Any) -> Any:
 def _enter_forward(model: nn.Module, inputs: tuple, keywords: dict[str, Any]) -> None:
     forward: _Forward = model.axonn_forward  # type: ignore[assignment]
     forward.running += 1
+    for gathers in forward.layers:  # before what may end the call, which leaves them all the same
+        gathers.enter()
     refuse_changed()
     _refuse_transforms(forward.layers)
     if forward.layers and compiler_runs():
         tell_uncompiled()
-    for gathers in forward.layers:
-        gathers.enter()
     if forward.tuner is not None and forward.tuner.stepped and not forward.tuner.finished:
         forward.tuner.finish()
     for gathers, layers in forward.layers.items():
