@@ -85,10 +85,11 @@ class FabricStrategy(AxonnStrategy, ParallelStrategy):
                 "sorts by dimensions cannot tell apart, for a matrix's shard along z is flat; make it before the split, and give it to "
                 "fabric.setup(model, optimizer), or to fabric.setup_optimizers after fabric.setup_module"
             )
-        steps = {id(parameter) for parameter in parameters_of(optimizer)}
+        stepped = set(parameters_of(optimizer))
         for module, gradients in self._gradients.items():
-            if not steps.isdisjoint(map(id, module.parameters())):
-                gradients.optimizers.append(optimizer)
+            if not stepped.isdisjoint(module.parameters()):
+                others = [one for one in gradients.optimizers if stepped.isdisjoint(parameters_of(one))]
+                gradients.optimizers = [*others, optimizer]
         return optimizer
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
