@@ -19,7 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from axonn_tp.comm.clipping import measure_on_mesh
 from axonn_tp.comm.float32_accumulation import accumulate_as
-from axonn_tp.comm.overlap import Gathers
+from axonn_tp.comm.overlap import Gathers, in_backward
 from axonn_tp.comm.own_calls import know, take_over
 from axonn_tp.comm.replicated import agree_on_bits
 from axonn_tp.comm.same_on_replicas import SameOnReplicas
@@ -28,12 +28,13 @@ from axonn_tp.comm.unplanned_gradients import sum_unnamed
 from axonn_tp.compiled import hooks
 from axonn_tp.compiled import layers as compiled
 from axonn_tp.compiled.refusals import check_compiled
+from axonn_tp.context.huggingface import published_in
 from axonn_tp.context.model import share_sequences
 from axonn_tp.grid.distribute import agree_on_unread, broadcast, broadcast_buffers, read_rest, without_own
 from axonn_tp.grid.leaves import tensors_in
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.batch_norm import synchronise
-from axonn_tp.layers.boundary import make_states_whole
+from axonn_tp.layers.boundary import make_states_whole, whole_outputs, whole_states
 from axonn_tp.layers.conv import Conv
 from axonn_tp.layers.cross_entropy import CrossEntropyLoss
 from axonn_tp.layers.eager import compiler_runs, leave_to_eager, tell_uncompiled
@@ -161,6 +162,8 @@ class _Forward:
     def __init__(self, model: nn.Module, mesh: Mesh, tuner: Tuner | None) -> None:
         self.tuner, self.uses, self.same, self.mesh = tuner, SharedUses(mesh), SameOnReplicas(mesh), mesh
         self.order = SameOrder()
+        self.running = 0  # forwards, of the model or of models within, one inside another
+        self.published = bool(published_in(model))
         split = [module for module in model.modules() if isinstance(module, Split)]
         self.layers: dict[Gathers, list[SplitWeight]] = defaultdict(list)
         for module in split:
@@ -172,19 +175,38 @@ def _watch_forward(model: nn.Module, mesh: Mesh, tuner: Tuner | None) -> None:
     """While the model's forward runs, code that reads a split layer's weight finds it whole."""
     known = hasattr(model, "axonn_forward")
     model.axonn_forward = _Forward(model, mesh, tuner)  # type: ignore[assignment]
+    for part in published_in(model):
+        if part is model:
+            continue
+        part.axonn_part_of = model.axonn_forward
+        if not known:
+            part.register_forward_pre_hook(_enter_part, prepend=True)
+            part.register_forward_hook(_leave_part, always_call=True)
     if not known:
         model.register_forward_pre_hook(_enter_forward, prepend=True, with_kwargs=True)
         model.register_forward_hook(_leave_forward, always_call=True)
 
 
+def _enter_part(part: nn.Module, inputs: tuple) -> None:
+    part.axonn_part_of.running += 1  # type: ignore[operator, union-attr]
+
+
+def _leave_part(part: nn.Module, inputs: tuple, output: Any) -> Any:
+    """A model inside of the model, as HF's `base_model`, that a script calls by itself gives no shares."""
+    forward: _Forward = part.axonn_part_of  # type: ignore[assignment]
+    forward.running -= 1
+    return None if forward.running or in_backward() else whole_outputs(output, forward.mesh)
+
+
 def _enter_forward(model: nn.Module, inputs: tuple, keywords: dict[str, Any]) -> None:
     forward: _Forward = model.axonn_forward  # type: ignore[assignment]
+    forward.running += 1
+    for gathers in forward.layers:  # before what may end the call, which leaves them all the same
+        gathers.enter()
     refuse_changed()
     _refuse_transforms(forward.layers)
     if forward.layers and compiler_runs():
         tell_uncompiled()
-    for gathers in forward.layers:
-        gathers.enter()
     if forward.tuner is not None and forward.tuner.stepped and not forward.tuner.finished:
         forward.tuner.finish()
     for gathers, layers in forward.layers.items():
@@ -216,14 +238,16 @@ def _refuse_transforms(layers: Iterable[Gathers]) -> None:
         )
 
 
-def _leave_forward(model: nn.Module, inputs: tuple, output: object) -> None:
+def _leave_forward(model: nn.Module, inputs: tuple, output: object) -> Any:
     forward: _Forward = model.axonn_forward  # type: ignore[assignment]
+    forward.running -= 1
     for gathers in forward.layers:
         gathers.leave()
     forward.uses.end(model, output)
     if model.training:
         forward.order.passed(forward.layers)
     make_states_whole(output, forward.mesh)
+    return whole_states(output, forward.mesh) if type(output) is tuple and forward.published else None
 
 
 def _convert(placement: Placement, mesh: Mesh, gathers: Gathers, options: Options) -> None:

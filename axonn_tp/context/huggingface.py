@@ -21,6 +21,16 @@ from axonn_tp.layers.activation import plain, split_as
 NAME = "axonn_shared_sequences"
 
 
+class _Named(str):
+    """`NAME` where it stands for a configuration's own attention function.
+
+    Attributes:
+        own: that function's name.
+    """
+
+    own: str | None = None
+
+
 @dataclass
 class Published:
     """A model of HF's.
@@ -34,12 +44,16 @@ class Published:
     configs: list[tuple[Any, str]] = field(default_factory=list)
 
 
+def published_in(model: nn.Module) -> list[nn.Module]:
+    """HF's models among the modules."""
+    kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+    return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
+
+
 def adopt(model: nn.Module) -> Published | None:
     """Have HF's models among the modules use `attend`; None where there are none, or they do not let attention be chosen."""
-    transformers = sys.modules.get("transformers")
-    kind = getattr(transformers, "PreTrainedModel", None)
-    models = [module for module in model.modules() if kind is not None and isinstance(module, kind)]
-    if not models or not all(module._can_set_attn_implementation() for module in models):  # type: ignore[operator]
+    models: list[Any] = published_in(model)
+    if not models or not all(module._can_set_attn_implementation() for module in models):
         return None
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
@@ -49,11 +63,17 @@ def adopt(model: nn.Module) -> Published | None:
     held: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     found = {id(config): config for config in held if getattr(config, "_attn_implementation", None)}
     configs = [(config, config._attn_implementation) for config in found.values()]
-    for config, _ in configs:
-        config._attn_implementation_internal = NAME
+    for config, own in configs:
+        config._attn_implementation_internal = _named(own)
     for one in models:
         _shift_before(one)
     return Published(models, configs)
+
+
+def _named(own: str) -> _Named:
+    name = _Named(NAME)
+    name.own = own
+    return name
 
 
 def takes(published: Published | None, model: nn.Module, name: str) -> bool:
@@ -166,8 +186,8 @@ def stock(published: Published | None) -> Iterator[None]:
     try:
         yield
     finally:
-        for config, _ in configs:
-            config._attn_implementation_internal = NAME
+        for config, own in configs:
+            config._attn_implementation_internal = _named(own)
 
 
 class _Shifted:
@@ -197,20 +217,24 @@ def _shift_before(model: Any) -> None:
 
 
 def _mask(
-    batch_size: int,
-    attention_mask: Tensor | None = None,
-    use_vmap: bool = False,
-    local_size: int | None = None,
-    config: Any = None,
-    device: Any = None,
-    **_: Any,
-) -> Tensor:
-    """The mask that layers are given, also when they are recomputed: the call and the window that it stands for."""
+    use_vmap: bool = False, local_size: int | None = None, config: Any = None, device: Any = None, **given: Any
+) -> Any:
+    """The mask that layers are given, also when they are recomputed: the call and the window that it stands for.
+
+    Outside of a call it is the model's own, as `generate` makes it for a cache of one size.
+    """
+    call, own = current(), getattr(config and config._attn_implementation, "own", None)
+    if call is None and own is not None:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as known
+
+        named = {"use_vmap": use_vmap, "config": config, "device": device} | given
+        named |= {} if local_size is None else {"local_size": local_size}
+        return known[own](**named) if own in known else None
     if use_vmap:
         raise ValueError("the model makes a mask by a function of its own, of places that shared sequences do not have")
     chunk = getattr(config, "attention_chunk_size", None)
     made = torch.empty(0, device=device)
-    made.axonn_call = current()  # type: ignore[attr-defined]
+    made.axonn_call = call  # type: ignore[attr-defined]
     made.axonn_window = local_size  # type: ignore[attr-defined]
     made.axonn_chunked = local_size is not None and local_size == chunk != getattr(config, "sliding_window", None)  # type: ignore[attr-defined]
     return made

@@ -77,6 +77,44 @@ def make_states_whole(outputs: Any, mesh: Mesh) -> None:
                 outputs[name] = made if isinstance(given, tuple) else made[0]
 
 
+def whole_outputs(outputs: Any, mesh: Mesh) -> Any:
+    """What a part of a model gives that is called by itself, whole where it is shares.
+
+    Args:
+        outputs: of its forward; a mapping changes in place.
+        mesh: the mesh.
+
+    Raises:
+        ValueError: an activation between the layers of a pair.
+    """
+    make_states_whole(outputs, mesh)
+    if isinstance(outputs, MutableMapping):
+        for name, given in list(outputs.items()):
+            outputs[name] = _whole_output(given, mesh)
+    return whole_states(outputs, mesh) if type(outputs) is tuple else _whole_output(outputs, mesh)
+
+
+def whole_states(outputs: tuple, mesh: Mesh) -> tuple:
+    """The same as `make_states_whole` of a tuple, in which states and attentions have no names; tuples of them may be in it."""
+
+    def whole(given: Any) -> Any:
+        return _whole_state(given, mesh, given.dim() == 4) if isinstance(given, Tensor) else given
+
+    return tuple(tuple(map(whole, one)) if type(one) is tuple else whole(one) for one in outputs)
+
+
+def _whole_output(given: Any, mesh: Mesh) -> Any:
+    split = split_of(given) if isinstance(given, Tensor) else None
+    if split is None:
+        return given
+    return _noted(whole_activation(given, mesh, given.shape[-1] * (mesh.size("y") if "y" in split.over else 1)))
+
+
+def _noted(whole: Tensor) -> Tensor:
+    whole.axonn_whole = True  # type: ignore[attr-defined]
+    return whole
+
+
 def _whole_state(share: Any, mesh: Mesh, of_heads: bool) -> Any:
     """The whole of (samples, tokens, features), or of (samples, heads, ...); what is neither stays a share, of which no loss can be made."""
     split = split_of(share) if isinstance(share, Tensor) else None
@@ -89,7 +127,7 @@ def _whole_state(share: Any, mesh: Mesh, of_heads: bool) -> Any:
         return rows
     stream = not of_heads and share.dim() == 3 and ("x" not in split.over or _scattered(share) is not None)
     ranks = mesh.size("y") if "y" in split.over else 1
-    return whole_activation(share, mesh, share.shape[-1] * ranks) if stream else share
+    return _noted(whole_activation(share, mesh, share.shape[-1] * ranks)) if stream else share
 
 
 def _scattered(share: Tensor) -> Tokens | None:

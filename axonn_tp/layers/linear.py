@@ -21,7 +21,7 @@ from axonn_tp.layers.activation import plain, split_among, split_of, unwatched
 from axonn_tp.layers.boundary import whole_activation
 from axonn_tp.layers.entry import Entered, SharedInput, enter
 from axonn_tp.layers.linear_split import LinearSplit, features, is_conv1d
-from axonn_tp.layers.product import Matmul, Operation, Product, Route
+from axonn_tp.layers.product import Matmul, Operation, Product, Route, filled
 from axonn_tp.layers.tokens import REMEDY, Tokens
 from axonn_tp.layers.weight import SplitWeight
 from axonn_tp.options import Options
@@ -99,6 +99,8 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
         """
         if self.split.takes == "whole" and split_of(input) is not None:
             input = whole_activation(input, self.mesh, self.in_features)
+        elif self._alone(input):
+            input = self._share(input)
         tokens = self._tokens(input)
         with unwatched(), self._on_shares():
             output = self.multiply(input, self.bias, tokens)
@@ -110,6 +112,30 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
         else:
             tokens = Tokens(tokens.whole, self.mesh.size(self.split.contracted), tokens.dims)
         return split_among(output, self.mesh, self.split.split_over, tokens, self.split.pad_vocabulary)
+
+    def _alone(self, input: Tensor) -> bool:
+        """True if a script calls a model's layer by itself, as a head, on what is whole: by its width, and where tokens are shared by what gave it."""
+        mesh, split = self.mesh, self.split
+        shares_tokens = split.takes == "tokens" and mesh.size(split.output) > 1
+        return (
+            (shares_tokens or mesh.size(split.contracted) > 1)
+            and split.takes != "whole"
+            and split_of(input) is None
+            and input.shape[-1] == self.in_features
+            and (hasattr(input, "axonn_whole") or not shares_tokens)
+            and hasattr(self, "axonn_name")
+            and not self.gathers.in_forward
+        )
+
+    def _share(self, whole: Tensor) -> Tensor:
+        """This rank's share of a whole input."""
+        mesh, split, tokens = self.mesh, self.split, None
+        rows = plain(whole)
+        if split.takes == "tokens" and mesh.size(split.output) > 1:
+            tokens = Tokens(whole.shape[-2], mesh.size(split.output), whole.dim())
+            rows = split_to(filled(rows, -2, tokens.ranks), mesh, split.output, -2)
+        over = (split.contracted,) if tokens is None else (split.contracted, split.output)
+        return split_among(split_to(rows, mesh, split.contracted, -1), mesh, over, tokens)
 
     def _tokens(self, input: Tensor) -> Tokens | None:
         """The place of the input's tokens, where they are scattered or the input has been flattened.

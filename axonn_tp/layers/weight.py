@@ -15,6 +15,7 @@ from axonn_tp.comm.overlap import Gathers
 from axonn_tp.comm.own_calls import know_copies
 from axonn_tp.comm.shard_gradients import OwnRead
 from axonn_tp.comm.share_gradients import reads_on_share
+from axonn_tp.comm.stalls import explained
 from axonn_tp.compiled.casting import computing_dtype
 from axonn_tp.grid.distribute import distribute
 from axonn_tp.grid.layout import Layout
@@ -168,8 +169,12 @@ class SplitWeight(Split):
         """This rank's shard; in a model's forward, where all ranks meet, the whole weight, differentiable."""
         if "gathers" in self.__dict__ and self.gathers.in_forward:
             shard = self._shard()
-            own = OwnRead.apply(shard) if self.mesh.size("z") > 1 else shard
-            whole = whole_parameter(own, self.layouts["weight"], self.mesh)
+            if self.mesh.size("z") == 1:
+                whole = whole_parameter(shard, self.layouts["weight"], self.mesh)
+            else:
+                self.gathers.note(self, "the weight of ")
+                with explained(self.mesh.group("z")):
+                    whole = whole_parameter(OwnRead.apply(shard), self.layouts["weight"], self.mesh)
             copied = whole.data_ptr() != shard.data_ptr()
             return WholeWeight.of(whole, getattr(self, "axonn_name", type(self).__name__)) if copied else whole
         return self._shard()

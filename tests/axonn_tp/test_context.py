@@ -475,7 +475,8 @@ class Around(nn.Module):
     def beside(self) -> list[Tensor]:
         """Also of as many tokens as a rank's share in the forward before."""
         shares = ids(tokens=(TOKENS + 1) // 2)
-        made = self.inner.generate(shares, max_new_tokens=2, do_sample=False, pad_token_id=0)
+        write = partial(self.inner.generate, shares, max_new_tokens=2, do_sample=False, pad_token_id=0)
+        made = torch.cat([write(), write(cache_implementation="static")])
         mask = torch.ones_like(shares).index_fill(1, torch.tensor([0, 1]), 0)
         return [made, self.inner.model(shares, attention_mask=mask).last_hidden_state.detach()]
 

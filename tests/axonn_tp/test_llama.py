@@ -111,3 +111,77 @@ def test_on_grids(grids: list[Grid]) -> None:
             assert all(error < 1e-10 for error in errors.values()), (grid, layout, errors)
             # Where the two key and value heads do not divide, attention is not a pair, and its projections stand alone.
             assert pairs == ({"o_proj", "down_proj"} if grid.gx <= 2 else {"down_proj"}), (grid, layout)
+
+
+def parts(model: nn.Module, last: bool = True) -> list[torch.Tensor]:
+    """What a script finds that calls a model's parts by themselves: states, and logits of them or of their last token, with a gradient."""
+    model.zero_grad()
+    base, head = model.base_model, model.get_output_embeddings()  # type: ignore[operator]
+    found = base(batch()[:2], output_hidden_states=True)
+    packed, others = base(batch()[:2], output_hidden_states=True, return_dict=False, use_cache=False)
+    with torch.no_grad():
+        whole, of_whole = model(batch()[:2], output_hidden_states=True, return_dict=False, use_cache=False)
+    states = found.last_hidden_state
+    logits = head(states[:, -1:] if last else states)
+    (logits.square().sum() + packed.square().sum()).backward()
+    return [*found.hidden_states, *others, *of_whole, states, packed, whole, logits]
+
+
+def scattering() -> nn.Module:
+    """A model whose tokens a grid scatters over x, as no code looks across them."""
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.modeling_outputs import BaseModelOutput
+
+    class Stream(PreTrainedModel):
+        config_class, base_model_prefix = PretrainedConfig, "stream"
+
+        def __init__(self, config: PretrainedConfig) -> None:
+            super().__init__(config)
+            self.embed, self.norm = nn.Embedding(SIZES["vocab_size"], 16), nn.LayerNorm(16)
+            self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+            self.post_init()
+
+        def forward(self, ids: torch.Tensor, return_dict: bool = True, **keywords: object) -> object:
+            first = self.embed(ids)
+            last = first + self.down(nn.functional.gelu(self.up(self.norm(first))))
+            found = BaseModelOutput(last_hidden_state=last, hidden_states=(first, last))
+            return found if return_dict else found.to_tuple()
+
+    class Headed(Stream):
+        def __init__(self, config: PretrainedConfig) -> None:
+            PreTrainedModel.__init__(self, config)
+            self.stream, self.lm_head = Stream(config), nn.Linear(16, SIZES["vocab_size"], bias=False)
+            self.post_init()
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.lm_head
+
+        def forward(self, ids: torch.Tensor, output_hidden_states: bool = False, **keywords: object) -> object:
+            last, states = self.stream(ids, return_dict=False)
+            return (self.lm_head(last), states) if output_hidden_states else self.lm_head(last)
+
+    return Headed(PretrainedConfig())
+
+
+def called_alone(before: nn.Module, grids: list[Grid]) -> list[tuple[Grid, str, float]]:
+    expected, found = copy.deepcopy(before), []
+    for mesh in meshes(grids):
+        for layout in LAYOUTS:
+            # Some of the tokens that are scattered over x are no whole tokens to a head.
+            last = layout == "replicated"
+            model = axonn_tp.parallelize(copy.deepcopy(before), mesh, "auto", Options(layout=layout))
+            values, made = parts(expected, last), parts(model, last)
+            error = max(float((a - b).abs().max()) for a, b in zip(made, values, strict=True))
+            axonn_tp.sync_gradients(model.parameters(), mesh)
+            error = max(error, largest_error(expected, model, mesh, lambda p: p.grad))
+            found.append((mesh.grid, layout, error))
+    return found
+
+
+def test_parts_that_are_called_by_themselves() -> None:
+    """Of a model whose stream is split, which its head takes in shares."""
+    pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    for before in (hf("GPTNeoXForCausalLM", **SIZES, tie_word_embeddings=False), scattering()):
+        for rank in run_ranks(called_alone, 4, before.double(), [Grid(2, 2), Grid(1, 2, 2)]):
+            assert all(error < 1e-10 for *_, error in rank), rank

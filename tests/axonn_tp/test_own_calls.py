@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_, get_total_norm, parametrizations
 
-from axonn_tp import GradScaler, Mesh, grad_norm, parallelize, sync_gradients
+from axonn_tp import GradScaler, Grid, Mesh, grad_norm, parallelize, sync_gradients
 from axonn_tp.comm.collectives import all_gather
 from tests.distributed import run_ranks
 
@@ -274,3 +274,25 @@ def all_of_it() -> None:
 
 def test_torchs_calls_on_a_split_model() -> None:
     run_ranks(all_of_it, 4)
+
+
+class Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.up(x), self.up.weight)
+
+
+def after_a_refusal() -> float:
+    torch.manual_seed(0)
+    serial, x = Reading(), torch.randn(3, 8, dtype=torch.float64)
+    model = parallelize(copy.deepcopy(serial), Mesh(Grid(gz=2)))
+    with pytest.raises(ValueError, match=r"torch\.func \(vmap\)"):
+        torch.func.vmap(model)(x[None])
+    return float((model(x) - serial(x)).abs().max())
+
+
+def test_a_call_after_one_that_was_refused_finds_whole_weights() -> None:
+    assert max(run_ranks(after_a_refusal, 2)) < 1e-10

@@ -78,6 +78,19 @@ class Three(nn.Module):
         return x
 
 
+class Reading(nn.Module):
+    """Reads a layer's weight for its type before it calls it, as vision towers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 16)])
+
+    def forward(self, x: Tensor, skipped: int | None) -> Tensor:
+        if skipped != 0:
+            x = x + self.layers[0](x.to(self.layers[0].weight.dtype))
+        return self.layers[1](x)
+
+
 class Mixtures(nn.Module):
     """The same of mixtures."""
 
@@ -97,8 +110,9 @@ def train(kind: str, skipped: int, since: int) -> str:
     stalls.SECONDS, stalls._LOOK, stalls._GRACE = 1.0, 0.3, 5.0
     mesh = Mesh(Grid(gz=2))
     torch.manual_seed(0)
-    if kind == "layer":
-        model: nn.Module = parallelize(Three(), mesh, {"layers.*": LayerPlan("normal")})
+    if kind != "mixture":
+        made = Three() if kind == "layer" else Reading()
+        model: nn.Module = parallelize(made, mesh, {"layers.*": LayerPlan("normal")})
     else:
         model, groups = Mixtures(), ted_moe.Groups(ted_moe.Topology(2, 1, 2))
         for experts in find(model).values():
@@ -119,6 +133,7 @@ def train(kind: str, skipped: int, since: int) -> str:
     [
         (("layer", 1, 0), "layer layers.1", "layer layers.2"),
         (("layer", 2, 1), "layer layers.2", "its backward pass"),
+        (("read", 0, 0), "the weight of layer layers.0", "layer layers.1"),
         (("mixture", 0, 1), "layers.0.experts", "layers.1.experts"),
         (("mixture", 1, 1), "layers.1.experts", "its backward pass"),
     ],

@@ -41,7 +41,7 @@ def trained(
         readers: ranks that read data of their own.
         counts: the model takes the number of targets to divide by; else the last batch is of one reader, and nothing is evaluated,
             for in an evaluation the Trainer takes the mean of the readers' means.
-        evaluation: leaves targets out as well.
+        evaluation: leaves targets out as well, also before there is any training.
     """
     forget()
     arguments = transformers.TrainingArguments(
@@ -66,9 +66,10 @@ def trained(
     model = gpt2()
     model.accepts_loss_kwargs = counts
     trainer = transformers.Trainer(model, arguments, train_dataset=data(16 if counts else 7), eval_dataset=evaluated)
+    first = [trainer.evaluate()["eval_loss"]] if evaluation else []
     trainer.train()
     history = trainer.state.log_history
-    return [e["loss"] for e in history if "loss" in e], [e["eval_loss"] for e in history if "eval_loss" in e]
+    return [e["loss"] for e in history if "loss" in e], first + [e["eval_loss"] for e in history if "eval_loss" in e]
 
 
 HOW = {"counted": (True, False), "evaluation": (True, True), "not counted": (False, False)}

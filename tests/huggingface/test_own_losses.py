@@ -22,7 +22,7 @@ axonn_plugins.activate()
 pytest.importorskip("accelerate")
 import transformers  # noqa: E402
 
-from tests.huggingface.test_means import SIZES, classes, classifier, t5  # noqa: E402
+from tests.huggingface.test_means import SIZES, classes, classifier, labelled_at_times, t5  # noqa: E402
 from tests.huggingface.trainer_runs import PAD, WORDS, Case, gpt2, history, padded, trainer  # noqa: E402
 
 ENTROPY = nn.functional.cross_entropy
@@ -42,6 +42,12 @@ def divided(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor
 
 def mean(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
     return ENTROPY(*targets(outputs["logits"], labels), label_smoothing=0.1)
+
+
+def of_two(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+    """Two means, over other targets each; one of them leaves out what it has marked itself."""
+    marked = ENTROPY(outputs["logits"].flatten(0, 1), labels.flatten() % 50 - 1, ignore_index=-1)
+    return mean(outputs, labels) + marked
 
 
 class Own(transformers.Trainer):
@@ -101,11 +107,8 @@ class OwnOfRows(Own):
 
 
 class OwnOfTwo(Own):
-    """Two means, over other targets each; one of them leaves out what it has marked itself."""
-
     def own(self, outputs: Any, labels: Tensor, items: Any) -> Tensor:
-        marked = ENTROPY(outputs["logits"].flatten(0, 1), labels.flatten() % 50 - 1, ignore_index=-1)
-        return mean(outputs, labels) + marked
+        return of_two(outputs, labels)
 
 
 class OwnOfPairs(Own):
@@ -313,9 +316,10 @@ def boxes(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
 
 EPOCH: dict[str, Any] = {"num_train_epochs": 1, "eval_strategy": "epoch", "prediction_loss_only": True}
 ALL = {"remove_unused_columns": False}
+UNFILTERED = {"logging_nan_inf_filter": False}
 NO_AUTO: dict[str, Any] = {"zero_optimization": {"stage": 0}}  # sizes that the Trainer takes from a model's config
 ROUNDS = EPOCH | {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
-FUNCTIONS = {"sum": summed, "sum divided": divided, "mean": mean}
+FUNCTIONS = {"sum": summed, "sum divided": divided, "mean": mean, "two": of_two}
 OWN = {"own sum": Own, "own sum divided": OwnDivided, "own multiplied": OwnMultiplied, "own mean": OwnMean}
 SGD = EPOCH | {"optim": "sgd", "learning_rate": 0.1}
 BY_COST = {
@@ -346,6 +350,7 @@ CASES: dict[str, tuple[Case, Any, Any]] = {
     "balanced by rows": (Case(mixture, arguments=EPOCH), OwnOfModel, None),
     "switch": (Case(switch, arguments=EPOCH | ALL, config=NO_AUTO), None, None),
     "nllb": (Case(nllb, arguments=EPOCH, config=NO_AUTO), None, None),
+    "switch at times": (Case(switch, labelled_at_times, EPOCH | ALL | UNFILTERED, NO_AUTO), None, None),
 }
 
 
@@ -479,8 +484,15 @@ def asked_to_end() -> tuple[list[Any], ...]:
     return tuple([entry for entry in history(used)[:-1] if entry["step"] > 2] for used in (whole, again))
 
 
+def of_tuples() -> Any:
+    """Batches without names, of which a script's own loss would be each reader's."""
+    case = Case(gpt2, lambda some: tuple(padded(some).values()), {"max_steps": 1})
+    return attempt(trainer(case, {"tensor_parallel": {"gz": 2}}, 2, "unused").train)
+
+
 def all_refused() -> tuple[Any, ...]:
     return (
+        of_tuples(),
         refused(),
         two_optimizers(),
         routed_padding(),
@@ -497,7 +509,8 @@ def test_what_one_rank_has_is_told_to_all() -> None:
         "the loss of OwnOfPairs is neither a sum nor a mean over the rows or the labels" in found[0][-1]
         and not found[1][-1]
     )
-    for told, given, routed, averaged, metrics, (whole, again), _ in found:
+    for unnamed, told, given, routed, averaged, metrics, (whole, again), _ in found:
+        assert "a batch of the Trainer is of type tuple, in which rows and labels have no names" in unnamed
         assert whole == again and len(whole) == 2
         assert 'lr_scheduler_type = "reduce_lr_on_plateau" goes by what evaluations find' in metrics
         assert "or are routed to experts whose balance is part of the loss, and readers pad" in routed

@@ -9,9 +9,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import axonn_plugins
+from axonn_tp import Grid, Mesh, parallelize
 from tests.deepspeed.training import attempt
 from tests.distributed import run_ranks, same_on_all
 from tests.matrix import thorough
@@ -112,3 +114,22 @@ def test_evaluations_are_those_of_one_process(all_pairs: bool) -> None:
                 assert len(found["history"]) == len(expected["history"])
                 for entry, other in zip(found["history"], expected["history"], strict=True):
                     assert entry == pytest.approx(other, rel=1e-5, abs=1e-6), name
+
+
+def drawn(split: bool) -> list[list[int]]:
+    """Words that are drawn in plain PyTorch on ranks of x, each seeded by its number, and once more behind draws of one alone."""
+    model = t5().eval()
+    if split:
+        parallelize(model, Mesh(Grid(gx=2)), "auto")
+    found, rank = [], dist.get_rank() if split else 0
+    torch.manual_seed(7 + rank)
+    for _ in range(2):
+        found += model.generate(torch.arange(6)[None] + 2, do_sample=True, max_new_tokens=5).tolist()  # type: ignore[operator]
+        if rank:
+            torch.rand(3)
+    return found
+
+
+def test_ranks_of_other_seeds_draw_the_same_words() -> None:
+    wanted = run_ranks(drawn, 1, False)[0]
+    assert run_ranks(drawn, 2, True) == [wanted] * 2

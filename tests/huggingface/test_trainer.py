@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import tempfile
 from functools import partial
 from typing import Any
@@ -17,6 +19,8 @@ from tests.matrix import thorough
 
 axonn_plugins.activate()
 pytest.importorskip("accelerate")
+import transformers  # noqa: E402
+
 from tests.huggingface.test_own_losses import NO_AUTO, Plain  # noqa: E402
 from tests.huggingface.trainer_runs import (  # noqa: E402
     Case,
@@ -91,10 +95,26 @@ def scarce(readers: int) -> Any:
     return gpt2(Scarce)
 
 
+class Sorting(transformers.Trainer):
+    """Decays matrices alone, which it tells by their dimensions; those of a model that has evaluated are split."""
+
+    def create_optimizer(self, *_: Any) -> Any:
+        if self.optimizer is None:
+            every = [*self.model.parameters()]
+            matrices, vectors = [p for p in every if p.dim() > 1], [p for p in every if p.dim() < 2]
+            groups = [{"params": matrices, "weight_decay": 5.0}, {"params": vectors, "weight_decay": 0.0}]
+            self.optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        return self.optimizer
+
+
 def evaluated_first(block: dict[str, Any] | None, readers: int) -> dict[str, Any]:
     used = trainer(PLAIN, block, readers, same_on_all(tempfile.mkdtemp()))
-    before = reported(used.evaluate())
-    used.train()
+    used.__class__ = Sorting
+    before, said = reported(used.evaluate()), io.StringIO()
+    with contextlib.redirect_stderr(said):
+        used.train()
+    if block and not dist.get_rank():  # by the same plan, of which the model as it is now tells nothing
+        assert "layers: split already" in said.getvalue() and " normal " in said.getvalue()
     counts = used.model.num_parameters(), used.get_num_trainable_parameters()
     return {"history": history(used), "metrics": before, "parameters": counts}
 

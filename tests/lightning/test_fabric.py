@@ -257,6 +257,9 @@ def unfrozen() -> None:
     assert model.unused.grad is None
     largest = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.01, torch.inf)
     assert fabric.strategy.clip(split.up.parameters(), 0.01, torch.inf) <= largest
+    fabric.setup_optimizers(torch.optim.SGD(split.parameters(), lr=0.1 * (1 + dist.get_rank())))
+    with pytest.raises(ConfigError, match="options of the optimizers, such as the learning rate, are not the same"):
+        fabric.backward(loss_of(split(mine), mine))
 
 
 def test_what_is_refused_is_said_on_every_rank() -> None:

@@ -245,6 +245,19 @@ class Bare(Module):
         loss.backward()
 
 
+class Unreduced(Module):
+    """A schedule goes by what each reader has logged for itself."""
+
+    def on_validation_epoch_end(self) -> None:
+        own = self.current_epoch * (1.0 if dist.get_rank() else -1.0)
+        self.log("own", own)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "own"}}
+
+
 def averaging(strategy: Any, folder: Path, resume: Any = None) -> dict[str, Any]:
     """Two epochs, or the second, whose validation is of averaged weights, which a checkpoint has in the model's place."""
     best = ModelCheckpoint(folder, filename="{epoch}", monitor="val_loss", save_top_k=-1)
@@ -279,6 +292,8 @@ def every(folder: Path, all_grids: bool) -> list[dict[str, Any]]:
         )
         with pytest.raises(ConfigError, match=r"^training_step called loss.backward\(\), .* call self.manual_backward"):
             fit(AxonnStrategy(gz=2), folder / "bare", manual=True, kind=Bare)
+        with pytest.raises(ConfigError, match="^AxonnStrategy: options of the optimizers, .* sync_dist=True"):
+            fit(AxonnStrategy(gz=2), folder / "unreduced", kind=Unreduced, max_epochs=3)
         with pytest.raises(ConfigError, match="^BatchSizeFinder .* tries batches in one process, and there are 2"):
             _refuse_callbacks(SimpleNamespace(callbacks=[BatchSizeFinder()], strategy=SimpleNamespace(grid=Grid(gx=2))))
         with pytest.raises(ConfigError, match="^ModelPruning prunes each rank's part of a weight by itself"):

@@ -17,21 +17,34 @@ from axonn_plugins.config import ConfigError
 from axonn_tp import Mesh
 
 
-def align_random_state(mesh: Mesh) -> None:
-    """Give replicas the random state of the first of them, so that dropout draws the same masks."""
-    if mesh.size("model") == 1:
-        return
+def align_random_state(mesh: Mesh, ranks: str = "model") -> list[Any]:
+    """Give replicas the random state of the first of them, so that dropout draws the same masks.
+
+    Args:
+        mesh: the mesh.
+        ranks: the group of them.
+
+    Returns:
+        The state that this rank had, for `set_random_state`.
+    """
     on_cuda = mesh.device.type == "cuda"
-    state: list[Any] = [
+    own: list[Any] = [
         torch.get_rng_state(),
         torch.cuda.get_rng_state(mesh.device) if on_cuda else None,
         random.getstate(),
         np.random.get_state(),  # noqa: NPY002  the legacy generator is the one scripts seed
     ]
-    group = mesh.group("model")
-    dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
+    if mesh.size(ranks) > 1:
+        state, group = [*own], mesh.group(ranks)
+        dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
+        set_random_state(state, mesh)
+    return own
+
+
+def set_random_state(state: list[Any], mesh: Mesh) -> None:
+    """Draw from a state that a rank had."""
     torch.set_rng_state(state[0])
-    if on_cuda:
+    if state[1] is not None:
         torch.cuda.set_rng_state(state[1], mesh.device)
     random.setstate(state[2])
     np.random.set_state(state[3])

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from axonn_plugins import __version__
 from axonn_plugins.config import Axonn, ConfigError, TensorParallel
 from axonn_plugins.hosts.common import replicas
 from axonn_plugins.hosts.common.elementwise import check_by_parameter
-from axonn_plugins.hosts.common.split_states import split_states
+from axonn_plugins.hosts.common.split_states import split_states, whole_shapes
 from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
 from axonn_plugins.hosts.deepspeed.agreement import (
     agree,
@@ -72,6 +72,8 @@ Activation.no_checkpointing = property(lambda _: checkpointing.PARTITION_ACTIVAT
 _gather = checkpointing.gather_partitioned_activations
 engines: WeakSet[Any] = WeakSet()
 """Engines of ours; without one DeepSpeed's checkpoints are as they were."""
+_found: WeakKeyDictionary[nn.Module, tuple[dict[str, LayerPlan], Any]] = WeakKeyDictionary()
+"""The plans by which models were split, as another engine of one of them wants it."""
 
 
 def _gathered(tensors: Sequence[Tensor], device: Any = None) -> tuple[Tensor, ...]:
@@ -172,7 +174,8 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
             # A function that sorts parameters by their shapes must see them before they are split.
             given = keywords.pop("model_parameters", None)
             keywords["model_parameters"] = list(model.parameters() if given is None else given)
-            optimizer = optimizer(keywords["model_parameters"])
+            with whole_shapes(model):
+                optimizer = optimizer(keywords["model_parameters"])
         self._axonn = self._settings(block)
         if self._splits:
             refuse_dropped_tokens(config_class, grid_for(self._axonn, dist.get_world_size()), self._axonn.layout)
@@ -251,7 +254,8 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
     def _dense_split(self, model: nn.Module) -> Split:
         grid, plan, report = grid_for(self._axonn, dist.get_world_size()), layer_plans(self._axonn), None
         if self._axonn.plan == "auto":
-            plan, report = auto_plan(model, grid)
+            names, known = dict(model.named_modules()).keys(), _found.get(model)
+            plan, report = known if known and known[0].keys() <= names else auto_plan(model, grid)
         chosen = options(self._axonn)
         placements = place(model, grid, plan, chosen)
         if chosen.compile:
@@ -264,6 +268,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         if self._splits:
             replicas.align_random_state(self.mesh)
             parallelize(model, self.mesh, split.plan, options(self._axonn))
+            _found[model] = split.plan, split.report
 
     def _make_mesh(self, grid: Grid) -> Mesh:
         return Mesh(grid, get_accelerator().device_name().split(":")[0])
@@ -273,8 +278,9 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
             return f"data parallel on {self.mesh.grid.world} ranks"
         grid, counted = self.mesh.grid, Counter(placement.kind for placement in split.placements)
         kinds = ", ".join(f"{counted[kind]} {kind}" for kind in sorted(counted))
+        none = "split already" if {layer.kind for layer in split.plan.values()} - {"replicated"} else "none to split"
         sizes = f"gx={grid.gx} gy={grid.gy} gz={grid.gz} gdata={grid.gdata}"
-        return f"3D PMM on {grid.world} ranks, {sizes}; layers: {kinds or 'none to split'}"
+        return f"3D PMM on {grid.world} ranks, {sizes}; layers: {kinds or none}"
 
     def _broadcast_model(self) -> None:
         """Nothing to do where `parallelize` split rank 0's weights."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.common.elementwise import check_optimizer
-from axonn_plugins.hosts.common.split_states import note_late_groups, sorted_by_shards
+from axonn_plugins.hosts.common.split_states import note_late_groups, parameters_of, sorted_by_shards
 from axonn_plugins.hosts.lightning import files
 from axonn_plugins.hosts.lightning.bare_backward import allow_penalties
 from axonn_plugins.hosts.lightning.gradients import Gradients, finish, gradients_of
@@ -64,6 +64,7 @@ class FabricStrategy(AxonnStrategy, ParallelStrategy):
         if module not in self._gradients:
             module.register_forward_pre_hook(self._called, with_kwargs=True, prepend=True)
         self._gradients[module] = gradients_of(module, self.mesh)
+        self._gradients[module].optimizers = [*optimizers]
         self._backward_sync_control.gradients = self._gradients
         return module, optimizers, scheduler
 
@@ -84,6 +85,11 @@ class FabricStrategy(AxonnStrategy, ParallelStrategy):
                 "sorts by dimensions cannot tell apart, for a matrix's shard along z is flat; make it before the split, and give it to "
                 "fabric.setup(model, optimizer), or to fabric.setup_optimizers after fabric.setup_module"
             )
+        stepped = set(parameters_of(optimizer))
+        for module, gradients in self._gradients.items():
+            if not stepped.isdisjoint(module.parameters()):
+                others = [one for one in gradients.optimizers if stepped.isdisjoint(parameters_of(one))]
+                gradients.optimizers = [*others, optimizer]
         return optimizer
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

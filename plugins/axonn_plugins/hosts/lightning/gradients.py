@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from axonn_plugins.config import ConfigError
 from axonn_tp import GradientReducer, Mesh
@@ -25,6 +27,9 @@ class Gradients:
     Args:
         model: split over the mesh.
         mesh: its mesh.
+
+    Attributes:
+        optimizers: step by them.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
@@ -33,6 +38,7 @@ class Gradients:
         self._known: set[int] = set()
         self._syncing = True
         self._losses = LossWatch(model)
+        self.optimizers: list[Optimizer] = []
         self.prepare()
 
     def prepare(self, *losses: Tensor) -> None:
@@ -79,18 +85,42 @@ class Gradients:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """After backward: the gradients are sums; every rank calls it."""
+        """After backward: the gradients are sums; every rank calls it.
+
+        Raises:
+            ConfigError: ranks would step by other learning rates; the same on all of them.
+        """
         if not self._syncing or not self._reducers:
             return
-        parameters = [p for p in self._parameters() if id(p) in self._known]
-        present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=self.mesh.device)
+        parameters, stated = [p for p in self._parameters() if id(p) in self._known], _stated(self.optimizers)
+        own = [*stated, *(255 - byte for byte in stated), *(p.grad is not None for p in parameters)]
+        largest = torch.tensor(own, dtype=torch.uint8, device=self.mesh.device)
         if self.mesh.size("grid") > 1:
-            dist.all_reduce(present, dist.ReduceOp.MAX, group=self.mesh.group("grid"))
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.mesh.group("grid"))
         for reducer in self._reducers:
             reducer.finish()
-        for parameter, found in zip(parameters, present.tolist(), strict=True):
-            if not found:
+        found = largest.tolist()
+        if found[: 2 * len(stated)] != own[: 2 * len(stated)]:
+            raise ConfigError(
+                "AxonnStrategy: options of the optimizers, such as the learning rate, are not the same on all ranks, which would step parts of one weight "
+                "differently; where a scheduler goes by what was logged, as ReduceLROnPlateau by its monitor, log that with sync_dist=True, and in "
+                "Fabric give it fabric.all_reduce of what it goes by"
+            )
+        for parameter, present in zip(parameters, found[2 * len(stated) :], strict=True):
+            if not present:
                 parameter.grad = None
+
+
+def _stated(optimizers: Iterable[Optimizer]) -> bytes:
+    """Tells apart options of optimizers' groups."""
+    options = [
+        (key, value)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for key, value in sorted(group.items())
+        if key != "params" and isinstance(value, bool | int | float | tuple | None)
+    ]
+    return zlib.crc32(repr(options).encode()).to_bytes(4, "big")
 
 
 _of: WeakKeyDictionary[nn.Module, Gradients] = WeakKeyDictionary()

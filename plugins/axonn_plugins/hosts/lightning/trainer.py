@@ -97,6 +97,7 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
         self.precision_plugin.backward = self._backward
         if fitting:
             self._gradients = gradients_of(module, self.mesh)
+            self._gradients.optimizers = [*map(_own, self.optimizers)]
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def model_to_device(self) -> None:

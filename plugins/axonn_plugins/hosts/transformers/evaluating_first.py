@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from axonn_plugins.config import ConfigError
+from axonn_plugins.hosts.common.split_states import whole_shapes
 from axonn_plugins.hosts.transformers.readers import has_block
 
 # Of the configuration: what says how the model is split, and its type.
@@ -27,7 +28,7 @@ _KEPT = (
     "fp16",
     "torch_autocast",
 )
-_SPLITS = ("requires", "tensor_parallel", "ted", "pccl")
+_SPLITS = ("requires", "tensor_parallel", "ted", "pccl", "goldfish")
 
 
 def patch(module: ModuleType) -> None:
@@ -49,7 +50,8 @@ def _init(original: Callable[..., tuple]) -> Callable[..., tuple]:
         _refuse_metrics(trainer)
         given, scheduler = trainer.axonn_optimizers
         if given is None:
-            return original(trainer, num_training_steps)
+            with whole_shapes(trainer.model):  # of a model that is split already, for who sorts parameters by them
+                return original(trainer, num_training_steps)
         if "optimizer" in trainer.accelerator.state.deepspeed_plugin.deepspeed_config:
             raise ConfigError(
                 f"the Trainer was given an optimizer ({type(given).__name__}, by optimizers=) and the DeepSpeed configuration has another; leave one of "

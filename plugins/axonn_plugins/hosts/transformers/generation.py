@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from types import ModuleType
 from typing import Any
@@ -26,10 +27,28 @@ def _together(original: Callable[..., Any]) -> Callable[..., Any]:
         """The model's own; a rank whose sequences have ended goes on until those of all have."""
         if gathers(self):
             keywords["synced_gpus"] = True
-        return original(self, *given, **keywords)
+        with _drawing_alike(self):
+            return original(self, *given, **keywords)
 
     generate.axonn = True  # type: ignore[attr-defined]
     return generate
+
+
+@contextmanager
+def _drawing_alike(model: nn.Module) -> Iterator[None]:
+    """Inside, ranks that write the same sequences draw the same words, whatever was drawn or seeded on them before."""
+    mesh: Any = next((module.mesh for module in model.modules() if hasattr(module, "axonn_name")), None)
+    if mesh is None or mesh.size("replicas") == 1:
+        yield
+        return
+    from axonn_plugins.hosts.common.replicas import align_random_state, set_random_state
+
+    own = align_random_state(mesh, "replicas")
+    try:
+        yield
+    finally:
+        if mesh.size("replicas") > mesh.size("model") and mesh.rank("sequence"):  # which draw for tokens of their own
+            set_random_state(own, mesh)
 
 
 def _each_its_own(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,12 +8,15 @@ classifiers', by the reader's share of the items. A loss that is neither, as one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.transformers.asking import asked
 from axonn_plugins.hosts.transformers.balance import balanced, balances, times
 from axonn_plugins.hosts.transformers.kinds import (
@@ -54,16 +57,25 @@ def in_one_process(
         num_items_in_batch: of all readers; None where nothing takes it.
         own: it may be a script's. Where that asks how many processes there are it counts them itself.
         **more: given to it.
+
+    Raises:
+        ConfigError: the batch is no mapping, where there are several readers.
     """
     readers, more["num_items_in_batch"] = self.accelerator.num_processes, num_items_in_batch
-    if readers == 1 or not has_block(self.accelerator) or not isinstance(inputs, Mapping):
+    if readers == 1 or not has_block(self.accelerator):
         return original(model, inputs, return_outputs=return_outputs, **more)
+    if not isinstance(inputs, Mapping):
+        raise ConfigError(
+            f"a batch of the Trainer is of type {type(inputs).__name__}, in which rows and labels have no names by which the losses of {readers} readers "
+            "(gz times data ranks) could be made one process's; have the data_collator give a dictionary, or use gx and gy alone, whose ranks are one reader"
+        )
     labels, by_engine = _labels(self, model, inputs, num_items_in_batch)
 
     def loss(some: dict[str, Any]) -> Any:
         return original(model, some, **more)
 
-    rows, watching = dict(inputs), Watching(num_items_in_batch)
+    # What computes the loss may take the labels out of its inputs.
+    rows, again, watching = dict(inputs), copy(inputs), Watching(num_items_in_batch)
     kinds: dict[tuple, Kind] = vars(self).setdefault("_axonn_kinds", {})
     counts: dict[tuple, bool] = vars(self).setdefault("_axonn_counts", {})
     key = (type(self), id(self.compute_loss_func), self.model.training, own)
@@ -71,10 +83,10 @@ def in_one_process(
     summed = num_items_in_batch is not None and (key not in kinds or kinds[key].adds)
     by_trl = own and type(self).compute_loss.__module__.startswith("trl.")
     constants, losses = _constants_once(self.model, readers if summed else 1), times()
-    expected = _part(self) if by_trl else readers if summed else share()
-    if key in kinds and not summed and balances(self.model):
-        expected = _factor(self, kinds[key], labels, readers)
+    expected: Any = _part(self) if by_trl else readers if summed else share()
     watch = watching if key not in kinds else of_all_targets(self) if kinds[key].by_targets else nullcontext()
+    if key in kinds and not summed and balances(self.model):
+        expected, watch = _of_mixture(self, _factor(self, kinds[key], labels, readers), watch)
     called: set[tuple] = vars(self).setdefault("_axonn_called", set())
     first = None if key in called or by_trl else Before(self.model)
     called.add(key)
@@ -98,13 +110,15 @@ def in_one_process(
             targets = of_all_targets(self) if kind.by_targets else nullcontext()
             if first is not None:
                 first.again()
-            with targets, balanced(self, _factor(self, kind, labels, readers)):
-                found = original(model, inputs, return_outputs=return_outputs, **more)
+            expected, targets = _of_mixture(self, _factor(self, kind, labels, readers), targets)
+            with targets, balanced(self, expected):
+                found = original(model, again, return_outputs=return_outputs, **more)
     if not kinds[key].tried and labels is not None:
         kinds[key] = refined(self, kinds[key], labels, loss, rows)
     factor = _factor(self, kinds[key], labels, readers)
     if isinstance(factor, Tensor) and not balances(self.model):
         found = _without_none(found, factor)
+    factor, _ = _of_mixture(self, factor, nullcontext())
     return _times(found, factor / readers if counted else factor)
 
 
@@ -160,6 +174,26 @@ def _without_none(found: Any, factor: Tensor) -> Any:
     if isinstance(found, tuple):
         return _without_none(found[0], factor), *found[1:]
     return torch.where(factor == 0, found.nan_to_num(), found)
+
+
+class _OfNone(TorchFunctionMode):
+    """A mean over no targets is 0."""
+
+    def __init__(self, none: Tensor) -> None:
+        super().__init__()
+        self._none = none
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        mean = getattr(function, "__name__", "") == "cross_entropy"
+        return torch.where(self._none, found.nan_to_num(), found) if mean else found
+
+
+def _of_mixture(self: Any, factor: Any, around: AbstractContextManager) -> tuple[Any, AbstractContextManager]:
+    """The factor of a mixture's loss, of which its routers' part counts where a reader has no labels, too, and what is around the call."""
+    if not isinstance(factor, Tensor) or not balances(self.model):
+        return factor, around
+    return torch.where(factor == 0, 1.0, factor), _OfNone(factor == 0)
 
 
 def _factor(self: Any, kind: Kind, labels: Tensor | None, readers: int) -> Any:
