@@ -121,6 +121,13 @@ def test_arguments_of_megatron_016_have_other_names(tmp_path: Path) -> None:
     assert transformers.AutoConfig.from_pretrained(tmp_path / "back").rms_norm_eps == 3e-4
 
 
+def test_transformer_engines_gelu_is_that_by_tanh(tmp_path: Path) -> None:
+    folder = megatron_folder(tmp_path, "gpt2")
+    change_arguments(folder, bias_gelu_fusion=False, use_te_activation_func=True)
+    converted(folder, tmp_path / "back", "--to", "hf")
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "back").activation_function == "gelu_new"
+
+
 def test_windows_and_epsilons_go_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawn("mistral").save_pretrained(tmp_path / "hf")
     file = tmp_path / "hf" / "config.json"
