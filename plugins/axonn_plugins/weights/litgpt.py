@@ -273,7 +273,7 @@ def _settings(own: Any, config: Any) -> dict[str, tuple[Any, Any]]:
     linear = {} if own.rope_condense_ratio == 1 else {"factor": own.rope_condense_ratio}
     found["rope_adjustments"] = {**(own.rope_adjustments or {}), **linear}, _adjusted(rope)
     most, mine = min(own.block_size, config.max_position_embeddings), _windowed(own)
-    windows = ["of some layers" if mine is None else mine, hf.window_of(config) or 0]
+    windows: list[int | str] = ["of some layers" if mine is None else mine, hf.window_of(config) or 0]
     windows = [size if isinstance(size, str) or size < most else 0 for size in windows]
     found["sliding_window_size"] = windows[0], windows[1]
     if config.model_type == "mixtral":
