@@ -416,7 +416,7 @@ def test_a_killed_stage_is_named_and_the_run_resumes(when: str, tmp_path: Path) 
     (said,) = survivors(stage_is_killed, 4, [(when, str(tmp_path))])
     assert set(said) == {0, 2, 3}, said
     assert all(words.startswith("StageLost: stage 1 (rank 1)") for words in said.values()), said
-    assert all(run_ranks(goes_on, 4, str(tmp_path)))
+    assert all(run_ranks(goes_on, 4, str(tmp_path), backend="gloo"))  # which adds up as the ranks that were left did
 
 
 def test_interval() -> None:
