@@ -251,6 +251,18 @@ def test_rotary_bases_are_not_cut_off(to: str, said: str, tmp_path: Path, capsys
     assert said in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("method", ["gptq", "fp8"])
+def test_quantized_weights_are_refused(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn("llama").save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "config.json"
+    quantized = {"quant_method": method, "bits": 4, "weight_block_size": [8, 8]}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": quantized}))
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "new"), "--to", "axonn"]) == 2
+    printed = capsys.readouterr().err
+    assert f'quant_method = "{method}"' in printed and printed.count("\n") == 1 and not (tmp_path / "new").exists()
+
+
 def test_tokenizers_of_all_kinds_go_along(tmp_path: Path) -> None:
     drawn("llama").save_pretrained(tmp_path / "hf")
     names = ["spiece.model", "tokenizer.model", "vocab.txt", "merges.txt", "qwen.tiktoken", "chat_template.jinja"]

@@ -87,8 +87,15 @@ def loaded(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
     """The model with tensors by the names of HF's files, which stay unread.
 
     Raises:
-        ConfigError: tensors are missing, or there are others, or they have other shapes.
+        ConfigError: tensors are missing, or there are others, or they have other shapes, or are quantized.
     """
+    quantized: Any = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise ConfigError(
+            f'config.json: quantization_config.quant_method = "{method}" is of weights in few bits, which are not read here; give the folder that the model '
+            "was quantized from, or save it after model.dequantize()"
+        )
     bare_model(config)  # whose mistakes are the configuration's
     with recording(), _bars_on_terminals():
         model, told = class_of(config).from_pretrained(
