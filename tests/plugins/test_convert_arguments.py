@@ -238,6 +238,22 @@ def test_windows_go_to_litgpt(tmp_path: Path) -> None:
         assert torch.allclose(theirs(IDS), model(IDS).logits, atol=1e-4)
 
 
+@pytest.mark.parametrize("to", ["litgpt", "megatron"])
+def test_a_llama_has_no_window(to: str, tmp_path: Path) -> None:
+    """Its code passes over the key, which a Mistral that was renamed has left."""
+    pytest.importorskip("litgpt" if to == "litgpt" else "torch")
+    model = drawn("llama")
+    model.config.sliding_window = 4
+    model.save_pretrained(tmp_path / "hf")
+    converted(tmp_path / "hf", tmp_path / "there", "--to", to)
+    (tmp_path / "there" / "config.json").unlink()
+    converted(tmp_path / "there", tmp_path / "back", "--to", "hf")
+    models = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("hf", "back")]
+    with torch.no_grad():
+        first, again = (model(IDS).logits for model in models)
+    assert torch.equal(first, again)
+
+
 @pytest.mark.parametrize(
     ("to", "said"), [("litgpt", "as LitGPT's rope_base is"), ("megatron", "as Megatron's --rotary-base is")]
 )

@@ -18,6 +18,9 @@ from axonn_plugins.config import ConfigError
 from axonn_tp.checkpoint.serial import write_safetensors
 from axonn_tp.grid.lazy import recording
 
+_WINDOWED = ("mistral", "mixtral", "qwen2", "qwen3")
+"""Types of models that obey ``sliding_window``, of those that are converted to other names."""
+
 
 def library() -> Any:
     """The package transformers.
@@ -139,7 +142,8 @@ def window_of(config: Any) -> int | None:
     Raises:
         ConfigError: layers differ.
     """
-    size = getattr(config, "sliding_window", None)
+    # Others pass over the key, which a model that was renamed may have left.
+    size = getattr(config, "sliding_window", None) if config.model_type in _WINDOWED else None
     kinds = set(getattr(config, "layer_types", None) or ())
     if size is None or size >= config.max_position_embeddings or kinds == {"full_attention"}:
         return None
