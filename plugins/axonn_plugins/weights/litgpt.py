@@ -253,7 +253,7 @@ def compare(own: Any, config: Any, folder: Path) -> None:
 
 
 def _settings(own: Any, config: Any) -> dict[str, tuple[Any, Any]]:
-    """What changes none of the weights' sizes: LitGPT's settings, each with that of HF's configuration, as far as that tells."""
+    """LitGPT's settings that change no weight's size, each beside that of HF's configuration, as far as this tells."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     told = {
         "n_head": getattr(config, "num_attention_heads", None),
