@@ -115,17 +115,24 @@ class Agreement:
         groups: a `Groups`, or axes of size 1.
         exact: a number that must be the same in a tensor group, of where tokens go, or of what that is drawn from.
         mixture: the number of the layer (`Groups.enrol`).
+        trained: this rank's experts are, or some of them.
+
+    Attributes:
+        trained: of any rank's experts, once it is answered.
     """
 
-    def __init__(self, capacity: int, tokens: Tensor, groups: Any, exact: int = 0, mixture: int = 0) -> None:
-        self._capacity, self._groups = capacity, groups
+    def __init__(
+        self, capacity: int, tokens: Tensor, groups: Any, exact: int = 0, mixture: int = 0, trained: bool = False
+    ) -> None:
+        self._capacity, self._groups, self.trained = capacity, groups, trained
         self._pending: Pending | None = None
         if groups.size("block") == 1:
             return
         note(groups, "block", mixture)
         tensor = groups.size("tensor")
         alike = (len(tokens), exact, *projections(tokens)) if tensor > 1 else ()
-        values = question(capacity, alike, groups.rank("block") // tensor, groups.size("block") // tensor, mixture)
+        place, places = groups.rank("block") // tensor, groups.size("block") // tensor
+        values = question(capacity, alike, place, places, 2 * mixture + trained)
         self._pending = start_all_reduce(_told(values, groups, tokens.device), groups, "block", "max")
 
     def wait(self) -> int:
@@ -136,7 +143,9 @@ class Agreement:
         """
         if self._pending is None:
             return self._capacity
-        capacity, unlike = _answered(self._pending.wait(), self._groups)
+        capacity, last, first, *rest = self._pending.wait().tolist()
+        self.trained = bool(last % 2)
+        capacity, unlike = _answered([capacity, last // 2, -(-first // 2), *rest], self._groups)
         if unlike is not None:
             place, number, low, high = unlike
             if place < 0:
@@ -214,9 +223,9 @@ def _told(values: list[int], groups: Any, device: torch.device) -> Tensor:
     return torch.tensor(values, device="cpu" if torch.device("cpu") in groups.group("block")._device_types else device)
 
 
-def _answered(maxima: Tensor, groups: Any) -> tuple[int, tuple[int, int, int, int] | None]:
+def _answered(maxima: Sequence[int], groups: Any) -> tuple[int, tuple[int, int, int, int] | None]:
     tensor = groups.size("tensor")
-    return answer(maxima.tolist(), groups.size("block") // tensor, rough=3 if tensor > 1 else 0)
+    return answer(maxima, groups.size("block") // tensor, rough=3 if tensor > 1 else 0)
 
 
 def _tensor_group(groups: Any, place: int) -> str:
@@ -240,7 +249,7 @@ def watch_outputs(expert: nn.Module, groups: Groups) -> None:
         values = question(0, projections(first), groups.rank("block") // tensor, groups.size("block") // tensor)
         told = _told(values, groups, first.device)
         dist.all_reduce(told, dist.ReduceOp.MAX, group=groups.group("block"))
-        _, unlike = _answered(told, groups)
+        _, unlike = _answered(told.tolist(), groups)
         if unlike is not None:
             raise ValueError(
                 f"{_tensor_group(groups, unlike[0])}, and its parts of an expert give other outputs for the same tokens; sum them in the "

@@ -92,6 +92,18 @@ def dispatch(tokens: Tensor, slots: Tensor, count: int, groups: Axes, drop: bool
     return _Dispatch.apply(tokens, sources[:-1], groups, drop, full)
 
 
+def as_trained(outputs: Tensor, trained: bool) -> Tensor:
+    """The outputs of experts, which backward comes to on every rank where any rank's experts are `trained`: it exchanges on all ranks or on none.
+
+    Without that a rank whose own experts are frozen, or had no tokens, would keep others' from the gradients of its tokens.
+    """
+    return (
+        outputs.detach().requires_grad_()
+        if trained and not outputs.requires_grad and torch.is_grad_enabled()
+        else outputs
+    )
+
+
 def combine(outputs: Tensor, slots: Tensor, weights: Tensor, full: bool = False) -> Tensor:
     """The experts' outputs for each token, weighted.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from axonn_tp.comm.collectives import gather_from, gather_to, scatter_from, split_to
 from axonn_tp.grid.mesh import Axes
 from ted_moe.agreement import Agreement, begin_forward, check_callers, note
-from ted_moe.dispatch import combine, dispatch, exchange
+from ted_moe.dispatch import as_trained, combine, dispatch, exchange
 from ted_moe.gating import Routes
 
 
@@ -113,23 +113,26 @@ def plan_receiving(table: Tensor, share: int, device: torch.device) -> Receiving
     return Receiving(order, length, table[:, share].sum(1).tolist(), table.sum((0, 1)).tolist())
 
 
-def exchange_counts(table: Tensor, groups: Any, mixture: int = 0) -> tuple[Tensor, Tensor]:
+def exchange_counts(table: Tensor, groups: Any, mixture: int = 0, trained: bool = False) -> tuple[Tensor, Tensor, bool]:
     """Tell the expert ranks how many rows come to each of their experts, and of which layer these are.
 
     Args:
         table: rows by share and expert, T × E.
         groups: the axes.
         mixture: the layer's number (`Groups.enrol`).
+        trained: this rank's experts are, or some of them.
 
     Returns:
-        What comes to this rank's L experts, by the rank that sends it: P × T × L. The layers' numbers by rank, P. Both are on the CPU.
+        What comes to this rank's L experts, by the rank that sends it: P × T × L. The layers' numbers by rank, P. Both are on the CPU. True if any
+        rank's experts are trained.
     """
     ranks, shares = groups.size("expert"), table.shape[0]
     if ranks > 1:
         note(groups, "expert", mixture)
     counts = table.view(shares, ranks, -1).transpose(0, 1).flatten(1)
-    there = exchange(torch.cat([counts, counts.new_full((ranks, 1), mixture)], 1), groups).cpu()
-    return there[:, :-1].unflatten(1, (shares, -1)), there[:, -1]
+    said = counts.new_full((ranks, 1), 2 * mixture + trained)
+    there = exchange(torch.cat([counts, said], 1), groups).cpu()
+    return there[:, :-1].unflatten(1, (shares, -1)), there[:, -1] // 2, bool((there[:, -1] % 2).any())
 
 
 def through_experts(
@@ -141,6 +144,7 @@ def through_experts(
     gathered: bool,
     fused: bool,
     mixture: int = 0,
+    trained: bool = False,
 ) -> Tensor:
     """Send the tokens to their experts, run these and bring the outputs back.
 
@@ -153,6 +157,7 @@ def through_experts(
         gathered: the experts are split over the tensor ranks, so each of these needs what all of them received.
         fused: the experts leave their sums over the tensor ranks to this function.
         mixture: the layer's number (`Groups.enrol`), of all layers that exchange tokens between these ranks.
+        trained: this rank's experts are, or some of them.
 
     Returns:
         S × M, weighted and summed over a token's experts.
@@ -165,7 +170,9 @@ def through_experts(
     same = Agreement(0, tokens, groups, _number(routes.exp_counts), mixture) if several_ranks else None
     shares, share = (groups.size("tensor"), groups.rank("tensor")) if drop else (1, 0)
     table = share_out(routes.exp_counts, shares)
-    arriving, callers = exchange_counts(table if gathered else table[share : share + 1], groups, mixture)
+    arriving, callers, trained = exchange_counts(
+        table if gathered else table[share : share + 1], groups, mixture, trained
+    )
     if same is not None:
         same.wait()
     check_callers(callers, mixture, groups)
@@ -182,7 +189,7 @@ def through_experts(
     with nullcontext() if gathered else _own_random_numbers(tokens.device, groups):
         order = receiving.order
         rows = rows if order is None else rows.index_select(0, order)
-        rows = experts(rows, receiving.counts)
+        rows = as_trained(experts(rows, receiving.counts), trained)
     if order is not None:
         rows = place_rows(rows, order, arriving.shape[1] * receiving.length)
     if gathered:
@@ -197,7 +204,7 @@ def _meet(groups: Any, table: Tensor, features: int, number: int) -> None:
     """The questions of a mixture without tokens."""
     nothing = table.new_zeros(0, features, dtype=torch.float32)
     same = Agreement(0, nothing, groups, 0, number) if groups.size("tensor") > 1 else None
-    _, callers = exchange_counts(table, groups, number)
+    _, callers, _ = exchange_counts(table, groups, number)
     if same is not None:
         same.wait()
     check_callers(callers, number, groups)

@@ -19,7 +19,7 @@ from axonn_tp.context.sums import Tokens, current, of_all, sharing
 from axonn_tp.grid.mesh import Axes, Mesh
 from axonn_tp.layers.boundary import share_again, whole_activation
 from ted_moe.agreement import Agreement, begin_forward, same_seed, watch_outputs
-from ted_moe.dispatch import combine, dispatch, exchange, slots_of
+from ted_moe.dispatch import as_trained, combine, dispatch, exchange, slots_of
 from ted_moe.dropless import through_experts
 from ted_moe.experts import plan_expert, split_expert
 from ted_moe.gating import Gate, Routes, number_of, routes_to, same_on_replicas
@@ -66,6 +66,7 @@ class MoE(nn.Module):
     """In exchanges of tokens, by which ranks that call another layer see it (`Groups.enrol`)."""
     mesh: Mesh | None = None
     """The mesh of the layers around this one, where they leave activations split over the tensor ranks (`axonn_tp`)."""
+    _others_train = False
 
     def __init__(
         self,
@@ -232,7 +233,11 @@ class MoE(nn.Module):
     def _start_agreeing(self, tokens: Tensor, drawn: int) -> Agreement | None:
         """Begin to ask the block's ranks, which may have other numbers of tokens, for the largest capacity, where it is known."""
         capacity = self.routing.capacity(len(tokens), self.num_experts, self.training)
-        return None if capacity is None else Agreement(capacity, tokens, self.groups, drawn, self.number)
+        return None if capacity is None else Agreement(capacity, tokens, self.groups, drawn, self.number, self._trained)
+
+    @property
+    def _trained(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.local.parameters())
 
     def _through_experts(self, tokens: Tensor, routes: Routes, room: Agreement | None) -> Tensor:
         """Run the experts on the tokens, S × M, wherever these experts are; S × M again."""
@@ -242,12 +247,14 @@ class MoE(nn.Module):
         drop = ranks > 1 and (self.duplicate_token_dropping or not self.experts_split)
         gathered = drop and self.experts_split
         if self.routing.dropless:
+            run_all = partial(run, experts)
             return through_experts(
-                tokens, routes, partial(run, experts), groups, drop, gathered, self.fused, self.number
+                tokens, routes, run_all, groups, drop, gathered, self.fused, self.number, self._trained
             )
         begin_forward(groups, tokens.device, partial(_meet, groups, tokens.new_zeros(0, tokens.shape[1])))
         # Tokens were routed by this rank's own capacity, as stock DeepSpeed's; slots beyond it stay empty.
         capacity = routes.capacity if room is None else room.wait()
+        trained = self._others_train if room is None else room.trained
         capacity = -(-capacity // ranks) * ranks if drop else capacity
         slots = slots_of(routes, self.num_experts, capacity, ranks if drop else 1)
         rows = dispatch(tokens, slots, self.num_experts * capacity, groups, drop)
@@ -258,14 +265,16 @@ class MoE(nn.Module):
         by_expert = there.transpose(0, 1)
         shape = by_expert.shape[1:3]
         parts = run_each(experts, by_expert.flatten(0, 2), [shape.numel()] * len(experts))
-        output = torch.stack([part.unflatten(0, shape) for part in parts], dim=1)
+        output = as_trained(torch.stack([part.unflatten(0, shape) for part in parts], dim=1), trained)
         if gathered:
             output = (scatter_from if self.fused else split_to)(output, groups, "tensor", 0)
         back = exchange(output.flatten(0, 1), groups)
         return combine(gather_from(back, groups, "tensor", 0) if drop else back, slots, routes.weights)
 
     def _largest(self, tokens: Tensor, drawn: int, count: Tensor) -> int:
-        return Agreement(int(count), tokens, self.groups, drawn, self.number).wait()
+        asked = Agreement(int(count), tokens, self.groups, drawn, self.number, self._trained)
+        largest, self._others_train = asked.wait(), asked.trained
+        return largest
 
     def _agree(self, groups: Groups) -> None:
         """Give replicas the weights of the first of them."""

@@ -78,6 +78,9 @@ def safetensors_files(path: Path) -> list[Path]:
     """
     if path.is_file():
         return [path]
+    single = path / "model.safetensors"
+    if single.is_file():  # as transformers, which leaves an earlier save's index beside it
+        return [single]
     index = path / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -88,8 +91,7 @@ def safetensors_files(path: Path) -> list[Path]:
             if not file.is_file():
                 raise CheckpointError(f"{file}, which {index.name} names, is missing; restore it")
         return files
-    single = path / "model.safetensors"
-    files = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
+    files = sorted(path.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{path} has no safetensors file; name a folder that has, or the file")
     return files

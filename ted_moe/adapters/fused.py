@@ -92,7 +92,9 @@ class Dealt:
         drop = self.groups.size("tensor") > 1 and (self.choices.duplicate_token_dropping or self.whole)
         fused = drop and self.choices.fused and self.split
         run = partial(self._run, module, fused)
-        return through_experts(tokens, routes, run, self.groups, drop, drop and not self.whole, fused, self.number)
+        trained = any(parameter.requires_grad for parameter in module.parameters())
+        gathered = drop and not self.whole
+        return through_experts(tokens, routes, run, self.groups, drop, gathered, fused, self.number, trained)
 
     def _run(self, module: nn.Module, fused: bool, rows: Tensor, counts: list[int]) -> Tensor:
         """This rank's experts, or its shares of them, on rows sorted by expert."""

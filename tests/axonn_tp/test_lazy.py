@@ -268,6 +268,15 @@ def test_a_checkpoint_is_read_in_pieces(tmp_path: Path) -> None:
     assert torch.equal(lazy["blocks.0.fc1.weight"].source.read(cut), model.blocks[0].fc1.weight[cut])
 
 
+def test_an_earlier_saves_index_does_not_lead_to_its_files(tmp_path: Path) -> None:
+    """Which transformers leaves, and does not look at, where all is saved in one file."""
+    save_file({"a": torch.zeros(2)}, tmp_path / "model-1.safetensors")
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    for file in ("model-1.safetensors", "model-2.safetensors"):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+        assert lazy_tensors(tmp_path)["a"].tolist() == [1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("files", "said"),
     [

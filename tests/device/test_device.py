@@ -152,7 +152,7 @@ _PLACES += ("plugins/axonn_plugins/pccl/csrc/device.cpp", "plugins/axonn_plugins
 NOT_ON_A_DEVICE = {
     "self._whole.pop(0).wait()": "only gloo's sums in parts hold the whole",
     "capacity = routes.capacity if room is None else room.wait()": "numbers of the host; the wait below it is mutated",
-    "return Agreement(int(count), tokens, self.groups, drawn, self.number).wait()": "the same",
+    "largest, self._others_train = asked.wait(), asked.trained": "the same",
     "same.wait()": "the same",
     "Agreement(0, nothing, groups, 0, number).wait()": "asked on the CPU alone",
     "self.pending.wait()": "threads of a wire that cannot be asked: gloo",

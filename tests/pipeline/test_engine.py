@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,9 @@ def all_losses(engine: Any, case: Case, mean: float) -> None:
     total = found.double().mean()
     dist.all_reduce(total)
     assert total.item() / dist.get_world_size() == pytest.approx(mean, rel=0.01)
+    for wrong in ("sum", 1):  # stock's last stage raises, and the others wait for its loss
+        with pytest.raises(ConfigError, match=f'reduce_output = {wrong!r} is no reduction .* use "avg", or None'):
+            engine.eval_batch(iter(data), reduce_output=wrong)
     engine.module.loss_fn = lambda outputs, labels: outputs
     with pytest.raises(ConfigError, match="no single numbers, .* pass bcast_loss=False"):
         engine.eval_batch(iter(data), reduce_output=None)
@@ -354,6 +358,40 @@ def stage_is_killed(when: str, folder: str) -> str:
     for _ in range(3):
         train(engine, KILLED, range(2, 3))
     return "went on"
+
+
+def one_pipeline_fails() -> str:
+    """A batch of one of two pipelines cannot be read, which its script catches, while the other is still computing."""
+    ready()
+    case = Case(dtype="fp32", microbatches=4)
+    engine = start(case)
+    train(engine, case, range(1))
+    fails, original = engine.grid.data_parallel_id == 0, engine._forward_microbatch
+
+    def slow(*arguments: Any) -> Any:
+        if fails and engine.is_first_stage():
+            raise OSError("no such shard")
+        time.sleep(0.5)
+        return original(*arguments)
+
+    engine._forward_microbatch, began, words = slow, time.monotonic(), "trained"
+    try:
+        train(engine, case, range(1, 2))
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"
+    took, store = time.monotonic() - began, dist.distributed_c10d._get_default_store()
+    with suppress(RuntimeError):  # rank 0, which holds the store, has ended
+        store.set(f"said/{dist.get_rank()}", "")
+        while fails and time.monotonic() - began < 25 and not store.check([f"said/{rank}" for rank in range(4)]):
+            time.sleep(0.1)
+    return f"{words} after {'a while' if took < 20 else 'all that time'}"
+
+
+def test_pipelines_beside_one_that_failed_do_not_wait_for_its_gradients() -> None:
+    (said,) = survivors(one_pipeline_fails, 4)
+    assert said.pop(0) == "OSError: no such shard after a while"
+    found = "StageLost: stage 0 (rank 0) of the pipeline ended its batch with OSError: no such shard after a while"
+    assert said == dict.fromkeys((1, 2, 3), found)
 
 
 def goes_on(folder: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,17 +104,18 @@ def runs(folder: str, half: str) -> dict[str, Any]:
     found["groups"] = [goes_on_by_groups(folder, last) for last in (False, True)]
     found["losses"] = [goes_on_with_its_loss(folder, tensor) for tensor in (split(gz=2), None)]
     found["mistakes"] = {name: said(wrong) for name, wrong in MISTAKES.items()}
-    found["mistakes"]["penalty"] = said_of_a_norm()
+    found["mistakes"]["penalty"] = said_of_a_penalty(lambda weight: weight.norm())
+    found["mistakes"]["sum"] = said_of_a_penalty(lambda weight: weight.square().sum())
     return found
 
 
-def said_of_a_norm() -> str:
-    """The refusal of a loss_fn with a norm of weights, of which a rank has shards, and what the other stage hears of it."""
+def said_of_a_penalty(of: Callable[[Tensor], Tensor]) -> str:
+    """The refusal of a loss_fn with a function of weights, of which a rank has shards, and what the other stage hears of it."""
     case = Case(dtype="fp32", tensor=split(gx=2), microbatches=3)
     engine = start(case)
     if engine.is_last_stage():
         weight = engine.module.get_parameter("3.up.weight")
-        engine.module.loss_fn = lambda outputs, labels: (outputs - labels).square().mean() + weight.norm()
+        engine.module.loss_fn = lambda outputs, labels: (outputs - labels).square().mean() + of(weight)
     try:
         train(engine, case, range(1))
     except ConfigError as error:
@@ -227,6 +229,7 @@ WORDS = {
     "no parameters": ("stage 1 of the PipelineModule has no parameters", "use fewer stages"),
     "model axis": ("a model axis of 4", "gx*gy = 2"),
     "penalty": ("axonn.tensor_parallel: the loss reads 3.up.weight outside of its layer",),
+    "sum": ("axonn.tensor_parallel: loss_fn adds up 3.up.weight", "with this rank's part of that sum alone"),
 }
 
 
@@ -247,14 +250,14 @@ def test_precisions_checkpoints_and_mistakes(half: str, rounding: float, tmp_pat
         assert all(found["groups"]) and all(found["losses"]), found
         for name, words in found["mistakes"].items():
             assert all(word in words for word in WORDS[name]), f"{name}: {words}"
-        told = found["mistakes"]["penalty"]
-        assert told.startswith(
-            (
-                "itself: ",
-                "stage 1 (rank 2) of the pipeline ended its batch with ConfigError: ",
-                "stage 1 (rank 3) of the pipeline ended its batch with ConfigError: ",
-            )
-        ), told
+        for told in (found["mistakes"]["penalty"], found["mistakes"]["sum"]):
+            assert told.startswith(
+                (
+                    "itself: ",
+                    "stage 1 (rank 2) of the pipeline ended its batch with ConfigError: ",
+                    "stage 1 (rank 3) of the pipeline ended its batch with ConfigError: ",
+                )
+            ), told
     assert (tmp_path / "half way" / "axonn" / "complete").is_file()
 
 

@@ -32,6 +32,9 @@ SIZES = {**GROUPED, "max_position_embeddings": 32}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: hf("LlamaForCausalLM", **SIZES, rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
     "tied llama": lambda: hf("LlamaForCausalLM", **SIZES, tie_word_embeddings=True),
+    "scaled llama": lambda: hf(
+        "LlamaForCausalLM", **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+    ),
     "mistral": lambda: hf("MistralForCausalLM", **SIZES, head_dim=16, sliding_window=None),
     "qwen2": lambda: hf("Qwen2ForCausalLM", **SIZES),
     "qwen3": lambda: hf("Qwen3ForCausalLM", **SIZES, head_dim=16),
@@ -39,7 +42,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: hf("GPT2LMHeadModel", n_embd=32, n_head=4, n_layer=2, n_positions=32, vocab_size=50),
 }
 ROUTES = {
-    "litgpt": ("llama", "tied llama", "mistral", "qwen2", "qwen3", "mixtral"),
+    "litgpt": ("llama", "tied llama", "scaled llama", "mistral", "qwen2", "qwen3", "mixtral"),
     "megatron": ("llama", "tied llama", "mistral", "qwen2", "qwen3", "gpt2"),
     "axonn": ("llama", "tied llama", "mixtral", "gpt2"),
 }

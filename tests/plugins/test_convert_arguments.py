@@ -106,6 +106,61 @@ def test_another_model_of_the_same_sizes_is_refused(
     assert said in printed and printed.count("\n") == 1 and not (tmp_path / "new").exists()
 
 
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        ("llama", {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 16}}, "rope_adjustments = {}"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "rope_base = 500"),
+        ("mistral", {"sliding_window": 8}, "sliding_window_size = 0, and the one of config.json has 8"),
+        ("mixtral", {"num_experts_per_tok": 1}, "n_expert_per_token = 2"),
+    ],
+)
+def test_another_model_than_litgpts_is_refused(
+    name: str, wrong: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("litgpt")
+    drawn(name).save_pretrained(tmp_path / "hf")
+    converted(tmp_path / "hf", tmp_path / "lit", "--to", "litgpt")
+    file = tmp_path / "lit" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **wrong}))
+    # Whose settings are in both folders, and whose weights fit them all.
+    for folder, to in (("lit", "hf"), ("hf", "litgpt")):
+        capsys.readouterr()
+        more = ["--config", str(tmp_path / "lit")]
+        assert main(["convert", str(tmp_path / folder), str(tmp_path / "new"), "--to", to, *more]) == 2
+        printed = capsys.readouterr().err
+        assert said in printed and printed.count("\n") == 1 and not (tmp_path / "new").exists()
+
+
+def test_heads_of_other_families_are_compared(tmp_path: Path) -> None:
+    """Which split the same weights otherwise."""
+    config = pytest.importorskip("litgpt.config").Config
+    own = config(name="pythia-tiny", n_layer=2, n_embd=32, n_head=4, vocab_size=50, block_size=32)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50, "max_position_embeddings": 32}
+    litgpt.compare(own, transformers.GPTNeoXConfig(**sizes, num_attention_heads=4), tmp_path)
+    with pytest.raises(ConfigError, match="n_head = 4, and the one of config.json has 8"):
+        litgpt.compare(own, transformers.GPTNeoXConfig(**sizes, num_attention_heads=8), tmp_path)
+
+
+def test_a_folders_name_makes_no_other_model_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of one that was trained on with other positions, and is named after what it began as."""
+    config = pytest.importorskip("litgpt.config")
+    drawn("llama").save_pretrained(tmp_path / "hf")
+    converted(tmp_path / "hf", tmp_path / "lit", "--to", "litgpt")
+    right = config.Config.from_file(tmp_path / "lit" / "model_config.yaml")
+    for name, norm_eps in (("Same-1", right.norm_eps), ("Other-1", 0.25)):
+        known = {field.name: getattr(right, field.name) for field in fields(right)}
+        monkeypatch.setitem(config.name_to_config, name, {**known, "name": name, "norm_eps": norm_eps})
+        (tmp_path / "hf").rename(tmp_path / name)
+        converted(tmp_path / name, tmp_path / f"{name} there", "--to", "litgpt")
+        (tmp_path / name).rename(tmp_path / "hf")
+        found = config.Config.from_file(tmp_path / f"{name} there" / "model_config.yaml")
+        assert found.norm_eps == right.norm_eps and (found.name == name) == (name == "Same-1")
+
+
 def test_arguments_of_megatron_016_have_other_names(tmp_path: Path) -> None:
     """Such as the fields of its configuration that they become."""
     config = pytest.importorskip("megatron.core.transformer.transformer_config").TransformerConfig
@@ -119,6 +174,13 @@ def test_arguments_of_megatron_016_have_other_names(tmp_path: Path) -> None:
     change_arguments(folder, layernorm_epsilon=3e-4)
     converted(folder, tmp_path / "back", "--to", "hf")
     assert transformers.AutoConfig.from_pretrained(tmp_path / "back").rms_norm_eps == 3e-4
+
+
+def test_transformer_engines_gelu_is_that_by_tanh(tmp_path: Path) -> None:
+    folder = megatron_folder(tmp_path, "gpt2")
+    change_arguments(folder, bias_gelu_fusion=False, use_te_activation_func=True)
+    converted(folder, tmp_path / "back", "--to", "hf")
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "back").activation_function == "gelu_new"
 
 
 def test_windows_and_epsilons_go_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,6 +238,22 @@ def test_windows_go_to_litgpt(tmp_path: Path) -> None:
         assert torch.allclose(theirs(IDS), model(IDS).logits, atol=1e-4)
 
 
+@pytest.mark.parametrize("to", ["litgpt", "megatron"])
+def test_a_llama_has_no_window(to: str, tmp_path: Path) -> None:
+    """Its code passes over the key, which a Mistral that was renamed has left."""
+    pytest.importorskip("litgpt" if to == "litgpt" else "torch")
+    model = drawn("llama")
+    model.config.sliding_window = 4
+    model.save_pretrained(tmp_path / "hf")
+    converted(tmp_path / "hf", tmp_path / "there", "--to", to)
+    (tmp_path / "there" / "config.json").unlink()
+    converted(tmp_path / "there", tmp_path / "back", "--to", "hf")
+    models = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval() for name in ("hf", "back")]
+    with torch.no_grad():
+        first, again = (model(IDS).logits for model in models)
+    assert torch.equal(first, again)
+
+
 @pytest.mark.parametrize(
     ("to", "said"), [("litgpt", "as LitGPT's rope_base is"), ("megatron", "as Megatron's --rotary-base is")]
 )
@@ -187,6 +265,18 @@ def test_rotary_bases_are_not_cut_off(to: str, said: str, tmp_path: Path, capsys
     file.write_text(json.dumps({**json.loads(file.read_text()), "rope_parameters": rope}))
     assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "new"), "--to", to]) == 2
     assert said in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("method", ["gptq", "fp8"])
+def test_quantized_weights_are_refused(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn("llama").save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "config.json"
+    quantized = {"quant_method": method, "bits": 4, "weight_block_size": [8, 8]}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": quantized}))
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "new"), "--to", "axonn"]) == 2
+    printed = capsys.readouterr().err
+    assert f'quant_method = "{method}"' in printed and printed.count("\n") == 1 and not (tmp_path / "new").exists()
 
 
 def test_tokenizers_of_all_kinds_go_along(tmp_path: Path) -> None:

@@ -122,6 +122,14 @@ def test_what_gives_no_mask(given: dict[str, Any], said: str) -> None:
         "missing": ({}, "axonn.goldfish.k is missing; add it to axonn.goldfish"),
         "k": ({"k": 1}, "axonn.goldfish.k = 1 is not an integer of at least 2; correct its value"),
         "h": ({"k": 2, "h": True}, "axonn.goldfish.h = true is not an integer of at least 1"),
+        "k, too large": (
+            {"k": 2**63},
+            "axonn.goldfish.k = 9223372036854775808 is not an integer of at least 2 and below 2**63",
+        ),
+        "seed": (
+            {"k": 2, "seed": 2**64},
+            "axonn.goldfish.seed = 18446744073709551616 is not an integer of at least 0 and below",
+        ),
         "strategy": ({"k": 2, "strategy": "hsh"}, 'axonn.goldfish.strategy = "hsh" is not known; use "hash"'),
         "labels": ({"k": 2, "labels": -1}, "axonn.goldfish.labels = -1 is not the name of an argument"),
         "unknown": ({"k": 2, "w": 3}, "axonn.goldfish.w is not a key"),

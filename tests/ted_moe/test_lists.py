@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from axonn_plugins.config import Ted
 from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts
-from axonn_tp import Grid, Mesh
+from axonn_tp import Grid, Mesh, sync_gradients
 from axonn_tp.checkpoint.dealt import still_here
 from axonn_tp.layers.loss_watch import LossWatch, OfExperts
 from ted_moe.adapters import find, splittable
@@ -156,6 +156,50 @@ def test_layouts_equal_one_process(kind: str, layouts: tuple[str, ...]) -> None:
     for found, faults in run_ranks(differences, 4, kind, list(layouts)):
         assert len(found) == len(layouts) and not faults
         assert not {layout: far for layout, far in found.items() if max(far) > 1e-10}
+
+
+class Sent(nn.Module):
+    """A mixture of frozen layers that sends all tokens to two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(FEATURES, 4).requires_grad_(False), Itself(Gated() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, indices = (self.gate(x) + x.new_tensor([9.0, 9.0, 0.0, 0.0])).softmax(-1).topk(2, -1)
+        return self.experts(x, indices, weights)
+
+
+def gradients_behind_frozen_layers(frozen: list[int]) -> list[str]:
+    """Faults of experts' gradients where nothing before them is trained, and one rank has no rows, or frozen experts alone."""
+    torch.manual_seed(1)
+    model = Sent().double()
+    for number in frozen:
+        model.experts[number].requires_grad_(False)
+    if frozen:
+        model.gate.weight.data.zero_(), model.gate.bias.data.copy_(torch.tensor([-9.0, -7.0, 1.0, 0.5]))
+    alone, mesh = copy.deepcopy(model), Mesh(Grid(gdata=2))
+    split_with_experts(model, mesh, Ted.model_validate({}))
+    inputs = torch.randn(2, 5, FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    alone(inputs.flatten(0, 1)).square().sum().div(2).backward()
+    output = model(inputs[mesh.rank("data")])
+    faults = [] if output.requires_grad else ["no rank's own output wants a gradient"]
+    output.square().sum().backward()
+    sync_gradients(model.parameters(), mesh)
+    for number, expert in enumerate(model.experts):
+        of_one = dict(alone.experts[2 * mesh.rank("data") + number].named_parameters())
+        for name, parameter in expert.named_parameters():
+            expected = of_one[name].grad
+            missing = expected is None and (parameter.grad is None or not parameter.grad.any())
+            same = missing or (parameter.grad is not None and torch.allclose(parameter.grad, expected, 0, 1e-10))
+            faults += [] if same else [f"another gradient of {number}.{name}"]
+    mesh.destroy()
+    return faults
+
+
+@pytest.mark.parametrize("frozen", [[], [0, 1]], ids=["no rows", "frozen experts"])
+def test_experts_behind_frozen_layers_have_the_gradients_of_all_tokens(frozen: list[int]) -> None:
+    assert run_ranks(gradients_behind_frozen_layers, 2, frozen) == [[], []]
 
 
 def test_each_expert_is_split_where_its_shares_add_up() -> None:

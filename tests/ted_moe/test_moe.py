@@ -6,6 +6,7 @@ from itertools import product
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 
 import ted_moe
 from axonn_plugins.observe.ledger import Ledger
@@ -115,6 +116,28 @@ def counted():
             totals[each.op, each.axis] = calls + 1, elements + each.elements
         found[name] = dict(totals)
     return found
+
+
+def frozen_elsewhere():
+    """Whether a rank's experts have the same gradients where those of the other rank are frozen, and all layers before them."""
+    rank, found = dist.get_rank(), []
+    for options in ({}, {"k": 2, "drop_tokens": False}, {"dropless": True}):
+        gradients = []
+        for frozen in (False, True):
+            torch.manual_seed(3)
+            layer = ted_moe.MoE(FEATURES, Plain(), EXPERTS, 2, groups=groups_of(Topology(2, 1, 2)), **options).double()
+            layer.gate.requires_grad_(False)
+            layer.local.requires_grad_(not frozen or rank == 1)
+            layer(data_tokens(rank))[0].square().sum().backward()
+            gradients.append([parameter.grad for parameter in layer.local.parameters()])
+        whole, other = gradients
+        same = [one is None if rank == 0 else torch.equal(one, two) for one, two in zip(other, whole, strict=True)]
+        found.append(all(same) and any(one.any() for one in whole))
+    return found
+
+
+def test_experts_learn_where_those_of_another_rank_are_frozen():
+    assert run_ranks(frozen_elsewhere, 2) == [[True] * 3] * 2
 
 
 def checkpointed():

@@ -9,6 +9,9 @@ from pydantic_core import PydanticCustomError
 
 from axonn_plugins.config.base import Block
 
+_LARGE = 2**63
+"""Integers of torch's are below."""
+
 
 def _place(value: Any, either: Any) -> Any:
     if (isinstance(value, str) and value) or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
@@ -19,16 +22,18 @@ def _place(value: Any, either: Any) -> Any:
 class Goldfish(Block):
     """The goldfish loss, against memorization (Hans et al., arXiv 2406.10209): one of k targets is left out of the loss."""
 
-    k: int = Field(ge=2, description="One of so many targets is left out.")
+    k: int = Field(ge=2, lt=_LARGE, description="One of so many targets is left out.")
     h: int = Field(
-        13, ge=1, description="A target is left out by the hash of so many targets, itself the last of them."
+        13, ge=1, lt=_LARGE, description="A target is left out by the hash of so many targets, itself the last of them."
     )
     strategy: Literal["hash", "ordered_hash", "static", "seeded"] = Field(
         "hash",
         description="hash: as published, by the product of h targets, which does not see their order and is 0 with any id 0. ordered_hash: "
         "by a sum that sees both. static: every k-th target of a row. seeded: by the place in the row.",
     )
-    seed: int = Field(2971215073, ge=0, description="Of the table of what is drawn; by default the published one.")
+    seed: int = Field(
+        2971215073, ge=0, lt=_LARGE, description="Of the table of what is drawn; by default the published one."
+    )
     labels: Annotated[str | int, WrapValidator(_place)] = Field(
         "labels",
         description="The argument of the model's forward that has the labels, by name or place. For a PipelineModule whose labels are several "
@@ -45,6 +50,7 @@ class Goldfish(Block):
     @classmethod
     def _number(cls, value: Any, info: Any) -> Any:
         least = {"k": 2, "h": 1, "seed": 0}[info.field_name]
-        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value < _LARGE:
             return value
-        raise PydanticCustomError("number", f"an integer of at least {least}")  # type: ignore[arg-type]
+        limit = "" if not isinstance(value, int) or value < _LARGE else " and below 2**63"
+        raise PydanticCustomError("number", f"an integer of at least {least}{limit}")  # type: ignore[arg-type]

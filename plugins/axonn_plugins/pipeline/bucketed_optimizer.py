@@ -81,7 +81,7 @@ class BucketedOptimizer(TiledOptimizer):
         for store in stores_of(self._groups, group["params"]):
             self._stores.append(store)
             if self.group is not None:
-                store.own_gradients()
+                store.own_gradients(self._came)
             for segment in store.segments:
                 masters[segment.parameter] = segment.master
                 self._live[segment.master] = segment.parameter
@@ -113,6 +113,10 @@ class BucketedOptimizer(TiledOptimizer):
                         state[key] = place.copy_(state[key])
 
     # Averages
+
+    def _came(self) -> None:
+        """Backward has brought a gradient: averages of earlier ones, of which there may have been no step, say nothing of it."""
+        self._reduced = False
 
     def reduce(self) -> None:
         """Average all gradients over the data-parallel ranks, and wait; `step` then does it no more."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,11 +108,20 @@ class HostStore:
         """Number of elements of parameters before a position of the store."""
         return sum(min(max(position - s.begin, 0), s.end - s.begin) for s in self.segments)
 
-    def own_gradients(self) -> None:
-        """Have gradients stand end to end: what backward brings is moved into `gradient`, and the parameters' are views of it."""
+    def own_gradients(self, came: Callable[[], None] = lambda: None) -> None:
+        """Have gradients stand end to end: what backward brings is moved into `gradient`, and the parameters' are views of it.
+
+        Args:
+            came: called whenever backward has brought one.
+        """
+
+        def take(segment: Slice) -> None:
+            self._take(segment)
+            came()
+
         self.gradient = torch.zeros(self.elements, dtype=self.dtype, device=self.device)
         for segment in self._trained:
-            segment.parameter.register_post_accumulate_grad_hook(lambda _, segment=segment: self._take(segment))
+            segment.parameter.register_post_accumulate_grad_hook(lambda _, segment=segment: take(segment))
 
     def take_gradients(self) -> None:
         """Have every trained parameter's gradient in `gradient`, as zeros where backward brought none."""

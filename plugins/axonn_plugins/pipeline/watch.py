@@ -67,8 +67,11 @@ class Watch:
         """Around collectives: an error of one that another rank has left says which.
 
         Raises:
-            StageLost: in its place.
+            StageLost: in its place; or before them, where a rank has left that they would wait for.
         """
+        if self._heard is not None:
+            self._leave()
+            raise StageLost(self.stage, self._heard, agreed=True)
         self._began = time.monotonic()
         try:
             yield

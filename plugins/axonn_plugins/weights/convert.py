@@ -102,8 +102,11 @@ def _to_litgpt(weights: Weights, target: Path, shard_bytes: int) -> Mapping[str,
     config, tensors = None, weights.tensors
     if weights.names != "litgpt":
         config, tensors = weights.in_hf_names()
-    own = litgpt.own_configuration(weights.beside, config)
-    tensors = tensors if config is None else litgpt.from_hf(tensors, own)
+    if config is None:
+        own = litgpt.own_configuration(weights.beside)
+    else:
+        own = litgpt.of_model(weights.beside, config)
+        tensors = litgpt.from_hf(tensors, own)
     litgpt.write(tensors, own, target)
     return tensors
 

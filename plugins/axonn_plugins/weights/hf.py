@@ -18,6 +18,9 @@ from axonn_plugins.config import ConfigError
 from axonn_tp.checkpoint.serial import write_safetensors
 from axonn_tp.grid.lazy import recording
 
+_WINDOWED = ("mistral", "mixtral", "qwen2", "qwen3")
+"""Types of models that obey ``sliding_window``, of those that are converted to other names."""
+
 
 def library() -> Any:
     """The package transformers.
@@ -87,8 +90,15 @@ def loaded(config: Any, tensors: Mapping[str, Tensor]) -> nn.Module:
     """The model with tensors by the names of HF's files, which stay unread.
 
     Raises:
-        ConfigError: tensors are missing, or there are others, or they have other shapes.
+        ConfigError: tensors are missing, or there are others, or they have other shapes, or are quantized.
     """
+    quantized: Any = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise ConfigError(
+            f'config.json: quantization_config.quant_method = "{method}" is of weights in few bits, which are not read here; give the folder that the model '
+            "was quantized from, or save it after model.dequantize()"
+        )
     bare_model(config)  # whose mistakes are the configuration's
     with recording(), _bars_on_terminals():
         model, told = class_of(config).from_pretrained(
@@ -132,7 +142,8 @@ def window_of(config: Any) -> int | None:
     Raises:
         ConfigError: layers differ.
     """
-    size = getattr(config, "sliding_window", None)
+    # Others pass over the key, which a model that was renamed may have left.
+    size = getattr(config, "sliding_window", None) if config.model_type in _WINDOWED else None
     kinds = set(getattr(config, "layer_types", None) or ())
     if size is None or size >= config.max_position_embeddings or kinds == {"full_attention"}:
         return None

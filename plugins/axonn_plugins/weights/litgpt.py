@@ -107,7 +107,7 @@ def own_configuration(folder: Path, config: Any = None) -> Any:
 
 def _of_hf(config: Any) -> dict[str, Any]:
     rope = dict(config.rope_parameters or {})
-    if rope.get("rope_type", "default") not in ("default", "llama3"):
+    if rope.get("rope_type", "default") not in ("default", "linear", "llama3"):
         raise ConfigError(
             f'config.json: rope_type = "{rope["rope_type"]}" is not known to LitGPT; give --config, a folder with its {SETTINGS}'
         )
@@ -144,12 +144,22 @@ def _of_hf(config: Any) -> dict[str, Any]:
     }
     if kind == "mixtral":
         found |= {"n_expert": config.num_local_experts, "n_expert_per_token": config.num_experts_per_tok}
-    if "factor" in rope:
-        found["rope_adjustments"] = {
-            **{key: rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor")},
-            "original_max_seq_len": rope["original_max_position_embeddings"],
-        }
+    if adjusted := _adjusted(rope):
+        found["rope_adjustments"] = adjusted
     return found
+
+
+def _adjusted(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """HF's scaled positions in LitGPT's terms; empty where they are not scaled."""
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return {}
+    if kind == "linear":
+        return {"factor": rope["factor"]}
+    if kind != "llama3":
+        return {"rope_type": kind}
+    scaled = {key: rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
+    return {**scaled, "original_max_seq_len": rope["original_max_position_embeddings"]}
 
 
 def hf_configuration(config: Any, folder: Path) -> Any:
@@ -213,18 +223,62 @@ def _windowed(config: Any) -> int | None:
     return size if all(config.sliding_window_indices) else None
 
 
+def of_model(folder: Path, config: Any) -> Any:
+    """LitGPT's configuration of the model that HF's is of: the one in the folder, or the one of its name where that computes the same, or made of HF's.
+
+    Raises:
+        ConfigError: there is none, or the folder's own is another model's.
+    """
+    own = own_configuration(folder, config)
+    try:
+        compare(own, config, folder)
+    except ConfigError:
+        if (folder / SETTINGS).is_file() or config.model_type not in _NAMES:
+            raise
+        return _module("config").Config(**_of_hf(config))
+    return own
+
+
 def compare(own: Any, config: Any, folder: Path) -> None:
     """Refuse a configuration of HF's that is another model's, which may have weights of the same sizes.
 
     Raises:
         ConfigError: names LitGPT's setting.
     """
-    here = _of_hf(config) if config.model_type in _NAMES else {}
-    for name in ("n_head", "n_query_groups", "head_size", "rope_base", "norm_eps"):
-        if name in here and getattr(own, name) != here[name]:
+    for name, (mine, theirs) in _settings(own, config).items():
+        if mine != theirs:
             raise ConfigError(
-                f"{folder} is of a model with {name} = {getattr(own, name)}, and the one of config.json has {here[name]} there; give its own --config"
+                f"{folder} is of a model with {name} = {mine}, and the one of config.json has {theirs} there; give its own --config"
             )
+
+
+def _settings(own: Any, config: Any) -> dict[str, tuple[Any, Any]]:
+    """LitGPT's settings that change no weight's size, each beside that of HF's configuration, as far as this tells."""
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    told = {
+        "n_head": getattr(config, "num_attention_heads", None),
+        "n_query_groups": getattr(config, "num_key_value_heads", None),
+        "head_size": getattr(config, "head_dim", None),
+        "rope_base": rope.get("rope_theta"),  # of each kind of layer, where they differ
+        "rotary_percentage": rope.get("partial_rotary_factor"),
+        "parallel_residual": getattr(config, "use_parallel_residual", None),
+    }
+    found = {name: (getattr(own, name), value) for name, value in told.items() if value is not None}
+    if config.model_type not in _NAMES:
+        return found
+    # Linear scaling is also said by a number of its own.
+    plain = {name: value for name, value in _PLAIN.items() if name != "rope_condense_ratio"}
+    found = {name: (getattr(own, name, value), value) for name, value in plain.items()} | found
+    found["norm_eps"] = own.norm_eps, config.rms_norm_eps
+    linear = {} if own.rope_condense_ratio == 1 else {"factor": own.rope_condense_ratio}
+    found["rope_adjustments"] = {**(own.rope_adjustments or {}), **linear}, _adjusted(rope)
+    most, mine = min(own.block_size, config.max_position_embeddings), _windowed(own)
+    windows: list[int | str] = ["of some layers" if mine is None else mine, hf.window_of(config) or 0]
+    windows = [size if isinstance(size, str) or size < most else 0 for size in windows]
+    found["sliding_window_size"] = windows[0], windows[1]
+    if config.model_type == "mixtral":
+        found["n_expert_per_token"] = own.n_expert_per_token, config.num_experts_per_tok
+    return found
 
 
 def _mapped(script: str, prefix: str, config: Any, given: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:

@@ -191,6 +191,11 @@ def arguments(config: Any) -> Namespace:
     )
 
 
+def approximates_gelu(given: Mapping[str, Any]) -> bool:
+    """True if Megatron computes GELU by tanh, as it does fused, and as Transformer Engine does."""
+    return bool(given.get("bias_gelu_fusion", True) or given.get("use_te_activation_func"))
+
+
 def configuration(given: Mapping[str, Any]) -> dict[str, Any] | None:
     """HF's keys of a model that Megatron's arguments tell of (`megatron_told.known`); None where it is of no family here."""
     tied = not given.get("untie_embeddings_and_output_weights", False)
@@ -207,7 +212,7 @@ def configuration(given: Mapping[str, Any]) -> dict[str, Any] | None:
             "n_head": heads,
             "n_inner": given["ffn_hidden_size"],
             "n_positions": given["max_position_embeddings"],
-            "activation_function": "gelu_new" if given.get("bias_gelu_fusion", True) else "gelu",
+            "activation_function": "gelu_new" if approximates_gelu(given) else "gelu",
             "layer_norm_epsilon": given.get("norm_epsilon", 1e-5),
         }
     if not given.get("swiglu") or given.get("normalization") != "RMSNorm" or given.get("add_bias_linear", True):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from axonn_plugins.config import ConfigError
-from axonn_plugins.weights.megatron_names import arguments
+from axonn_plugins.weights.megatron_names import approximates_gelu, arguments
 
 _EARLIER = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 """Names since Megatron 0.16, and those before."""
@@ -98,7 +98,7 @@ def _effective(name: str, given: Mapping[str, Any], most: float) -> Any:
     if name == "rope_scaling_factor" and not given.get("use_rope_scaling"):
         return None
     if name == "bias_gelu_fusion":
-        return None if given.get("swiglu") else bool(value or given.get("use_te_activation_func"))
+        return None if given.get("swiglu") else approximates_gelu(given)
     return value
 
 

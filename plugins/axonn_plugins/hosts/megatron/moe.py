@@ -231,4 +231,5 @@ def _through(layer: Any, tokens: Tensor, routes: Routes) -> Tensor:
         output, _ = layer.experts(rows, torch.tensor(counts), rows.new_ones(len(rows)))
         return reduce_from(output, groups, "tensor") if split and not fused else output
 
-    return through_experts(tokens, routes, run, groups, drop, drop and split, fused, layer.axonn_number)
+    trained = any(parameter.requires_grad for parameter in layer.experts.parameters())
+    return through_experts(tokens, routes, run, groups, drop, drop and split, fused, layer.axonn_number, trained)

@@ -15,7 +15,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.utils import is_model_parallel_parameter
-from deepspeed.utils import logger
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -185,15 +184,14 @@ class MessageDrivenEngine(StagedCheckpoints, StageBatches):
         """Refuse what a loss_fn makes of shards."""
         if self._split is None:
             return
-        known = self._losses.summed
         try:
             self._losses.look(loss)
         except ValueError as error:
             raise ConfigError(f"{self._key}: {error}") from None
-        if known is None and self._losses.summed is not None and self.mesh.rank("model") == 0:
-            logger.warning(
-                f"{self._key}: loss_fn adds up {self._losses.summed}, of which a rank has a shard: gradients are the whole one's, and train_batch "
-                "returns a loss with this rank's part of that sum; have the optimizer decay weights where the number matters"
+        if self._losses.summed is not None:
+            raise ConfigError(
+                f"{self._key}: loss_fn adds up {self._losses.summed}, of which a rank has a shard over x and y, so that train_batch would return a loss "
+                "with this rank's part of that sum alone; have the optimizer decay weights"
             )
 
     def _take_model_step(self, *rest: Any, **keywords: Any) -> None:
