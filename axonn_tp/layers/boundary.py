@@ -78,7 +78,7 @@ def make_states_whole(outputs: Any, mesh: Mesh) -> None:
 
 
 def whole_outputs(outputs: Any, mesh: Mesh) -> Any:
-    """What a part of a model gives that is called by itself, whole where it is shares.
+    """Outputs of a part of a model that is called by itself, whole where they are shares.
 
     Args:
         outputs: of its forward; a mapping changes in place.

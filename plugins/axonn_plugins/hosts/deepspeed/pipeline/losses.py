@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from typing import Any
 
@@ -21,20 +20,6 @@ class PipelineLosses(PipelineEngine):
     """The part of the engine that averages losses."""
 
     _expected: tuple[Tensor, Any] | None = None
-
-    def eval_batch(self, *given: Any, **named: Any) -> Any:
-        """DeepSpeed's, which finds a reduction that it has not on the last stage alone, for whose loss the others wait.
-
-        Raises:
-            ConfigError: ``reduce_output`` is another than "avg" and None; on every stage.
-        """
-        asked = inspect.signature(super().eval_batch).bind(*given, **named).arguments.get("reduce_output", "avg")
-        if asked is not None and not (isinstance(asked, str) and asked.lower() == "avg"):
-            raise ConfigError(
-                f'eval_batch: reduce_output = {asked!r} is no reduction that there is; use "avg", or None, with which every stage has the losses of all '
-                "microbatches"
-            )
-        return super().eval_batch(*given, **named)
 
     def _expect_loss(self) -> None:
         """This stage has made its last forward pass: be ready for the batch's loss, which comes while it computes.
