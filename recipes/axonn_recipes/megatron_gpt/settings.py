@@ -168,7 +168,7 @@ class Settings:
                         f"{name} {size} does not divide by --tensor-model-parallel-size {self.tensor}; change one"
                     )
             return
-        from axonn_plugins.hosts.megatron.rules import indivisible
+        from axonn_plugins.hosts.megatron.sizes import indivisible
 
         sizes = SimpleNamespace(
             num_attention_heads=self.heads,
