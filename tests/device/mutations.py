@@ -79,7 +79,7 @@ ASKED = [
     ),
     (
         f"{_HOSTS}/lightning/gradients.py",
-        'dist.all_reduce(present, dist.ReduceOp.MAX, group=self.mesh.group("grid"))',
+        'dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.mesh.group("grid"))',
         ("asked_by_lightning",),
     ),
     (
