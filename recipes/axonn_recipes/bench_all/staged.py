@@ -75,8 +75,14 @@ def _config(settings: Settings, way: Way) -> dict[str, Any]:
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.0, "torch_adam": True}},
-        # Stock ZeRO makes buffers of this size, by itself of 2 GB.
-        "zero_optimization": {"stage": settings.stage, "reduce_bucket_size": _BUCKET, "allgather_bucket_size": _BUCKET},
+        "zero_optimization": {
+            "stage": settings.stage,
+            # Stock ZeRO makes buffers of this size, by itself of 2 GB.
+            "reduce_bucket_size": _BUCKET,
+            "allgather_bucket_size": _BUCKET,
+            # Nothing is clipped, and nobody asks for the norm; stage 0 has no such key.
+            "compute_grad_norm": settings.stage == 0,
+        },
     }
     if way.host == OURS:
         config["axonn"] = _block(settings, way)
@@ -88,6 +94,7 @@ def _block(settings: Settings, way: Way) -> dict[str, Any]:
         "tensor_parallel": {"gx": way.gx, "gy": way.gy, "gz": way.gz, "plan": "auto"},
         "ted": {},
         "pccl": {"tune": False},
+        "overlap_param_gather": settings.stage == 1,
     }
     if way.stages > 1:
         block["pipeline"] = {}
