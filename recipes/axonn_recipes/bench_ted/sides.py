@@ -22,6 +22,7 @@ from ted_moe.experts import plan_expert, split_expert
 
 DEEPSPEED, BASELINE, DTD, CAC, FUSED, OVERLAP = "deepspeed", "TED baseline", "+DTD", "+CAC", "+fused", "+overlap"
 LEARNING_RATE = 1e-3
+_BUCKET = 2**18
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Step:
                 block.moe = _experts(switches, settings, ranks.groups)
                 _fill(block.moe, place, settings, ranks.groups)
         overlap = switches is not None and switches.overlap
-        self._reducer = ted_moe.GradientReducer(self.model.parameters(), ranks.groups) if overlap else None
+        self._reducer = ted_moe.GradientReducer(self.model.parameters(), ranks.groups, _BUCKET) if overlap else None
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
         self.batch = _batch(settings, ranks.groups)
         self.axis_names = ranks.axis_names(None if self._reducer is None else self._reducer.groups)
