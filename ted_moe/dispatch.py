@@ -5,6 +5,7 @@ The collectives that `axonn_tp.comm.collectives` has are used from there; these 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +48,116 @@ def exchange(tensor: Tensor, groups: Axes, sent: list[int] | None = None, receiv
         return tensor
     equal = [tensor.shape[0] // size] * size
     return _AllToAll.apply(tensor, groups, sent or equal, received or equal)
+
+
+class _Transfer:
+    """An all-to-all under way, and in backward that of its gradient.
+
+    Attributes:
+        tensor: what is on its way; None: nothing is.
+    """
+
+    def __init__(self, groups: Axes, sent: list[int], received: list[int]) -> None:
+        self.groups, self.sent, self.received = groups, sent, received
+        self.tensor: Tensor | None = None
+        self._given: Tensor | None = None
+
+    def start(self, tensor: Tensor, back: bool = False) -> None:
+        """Begin; `back`: what was received is sent."""
+        sizes = (self.sent, self.received) if back else (self.received, self.sent)
+        self._given = tensor.contiguous()  # lives until it is sent
+        self.tensor = _ops.all_to_all_single(self._given, *sizes, self.groups.group("expert").group_name)
+
+    def wait(self) -> Tensor:
+        """What came."""
+        arriving, self.tensor = self.tensor, None
+        assert arriving is not None
+        with explained(self.groups.group("expert")):
+            arrived = wait(arriving)
+        self._given = None
+        return arrived
+
+
+class _Start(torch.autograd.Function):
+    """Begins an all-to-all, and in backward waits for the gradient's; its result stands in for what is not there yet."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        transfer.start(tensor)
+        return tensor.new_zeros(()).expand(tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad if ctx.transfer.tensor is None else ctx.transfer.wait(), None
+
+
+class _Arrive(torch.autograd.Function):
+    """Waits for an all-to-all, and in backward begins the gradient's."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer, ctx.shape = transfer, stand_in.shape
+        return transfer.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        transfer = ctx.transfer
+        begin_backward(transfer.groups)
+        if torch.is_grad_enabled():  # this backward is differentiated
+            return exchange(grad, transfer.groups, transfer.received, transfer.sent), None
+        transfer.start(grad, back=True)
+        return grad.new_zeros(()).expand(ctx.shape), None
+
+
+def start_exchange(
+    tensor: Tensor, groups: Axes, sent: list[int] | None = None, received: list[int] | None = None
+) -> Callable[[], Tensor]:
+    """Begin an `exchange`; what is returned waits for it, and is called once. In backward its place is where the gradient's begins."""
+    size = groups.size("expert")
+    if size == 1:
+        return lambda: tensor
+    equal = [tensor.shape[0] // size] * size
+    transfer = _Transfer(groups, sent or equal, received or equal)
+    stand_in = _Start.apply(tensor, transfer)
+    return lambda: _Arrive.apply(stand_in, transfer)
+
+
+def exchange_in_turn(
+    slices: Sequence[Tensor],
+    work: Callable[[int, Tensor], Tensor],
+    groups: Axes,
+    sent: Sequence[list[int] | None],
+    received: Sequence[list[int] | None],
+) -> list[Tensor]:
+    """Exchange slices, work on each, and exchange the results back: while one is worked on, the next comes and the last one's results go.
+
+    At most one slice is on its way in each direction, else the first would arrive as late as all. The order of starting and waiting, read
+    backwards, is the same, so backward, which autograd runs in that order, overlaps alike.
+
+    Args:
+        slices: each any shape; the slices of dim 0 go to the ranks.
+        work: makes of slice i, as it came, what goes back.
+        groups: the axes.
+        sent: see `exchange`, of each slice.
+        received: likewise.
+    """
+    if len(slices) == 1:
+        came = work(0, exchange(slices[0], groups, sent[0], received[0]))
+        return [exchange(came, groups, received[0], sent[0])]
+    back: list[Tensor] = []
+    leaving: Callable[[], Tensor] | None = None
+    coming = start_exchange(slices[0], groups, sent[0], received[0])
+    for number in range(len(slices)):
+        here = coming()
+        if number + 1 < len(slices):
+            coming = start_exchange(slices[number + 1], groups, sent[number + 1], received[number + 1])
+        done = work(number, here)
+        if leaving is not None:
+            back.append(leaving())
+        leaving = start_exchange(done, groups, received[number], sent[number])
+    assert leaving is not None
+    return [*back, leaving()]
 
 
 class _Dispatch(torch.autograd.Function):

@@ -21,7 +21,7 @@ from torch import Tensor
 from axonn_tp.comm.collectives import gather_from, gather_to, scatter_from, split_to
 from axonn_tp.grid.mesh import Axes
 from ted_moe.agreement import Agreement, begin_forward, check_callers, note
-from ted_moe.dispatch import as_trained, combine, dispatch, exchange
+from ted_moe.dispatch import as_trained, combine, dispatch, exchange, exchange_in_turn
 from ted_moe.gating import Routes
 
 
@@ -47,23 +47,23 @@ class Sending:
     Attributes:
         slots: k × S: each route's row, share after share; beyond the last one: there is none.
         length: rows of the longest share.
-        splits: rows of this rank's share, by expert rank.
+        splits: rows of each of this rank's shares, by expert rank.
         full: every route has a row.
     """
 
     slots: Tensor
     length: int
-    splits: list[int]
+    splits: list[list[int]]
     full: bool
 
 
-def plan_sending(routes: Routes, table: Tensor, share: int, ranks: int) -> Sending:
+def plan_sending(routes: Routes, table: Tensor, own: slice, ranks: int) -> Sending:
     """Find every route its row.
 
     Args:
         routes: of a dropless gate.
         table: `share_out` of its counts, T × E, on the CPU.
-        share: this rank's.
+        own: this rank's shares.
         ranks: that have experts.
     """
     shares, length = table.shape[0], int(table[0].sum())
@@ -72,7 +72,7 @@ def plan_sending(routes: Routes, table: Tensor, share: int, ranks: int) -> Sendi
     slots = numbers % shares * length + numbers // shares
     slots = torch.where(routes.experts >= 0, slots, shares * length)
     full = int(table.sum()) == routes.experts.numel()
-    return Sending(slots, length, table[share].view(ranks, -1).sum(1).tolist(), full)
+    return Sending(slots, length, table[own].unflatten(1, (ranks, -1)).sum(2).tolist(), full)
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,7 @@ def through_experts(
     fused: bool,
     mixture: int = 0,
     trained: bool = False,
+    overlap_degree: int = 1,
 ) -> Tensor:
     """Send the tokens to their experts, run these and bring the outputs back.
 
@@ -158,6 +159,7 @@ def through_experts(
         fused: the experts leave their sums over the tensor ranks to this function.
         mixture: the layer's number (`Groups.enrol`), of all layers that exchange tokens between these ranks.
         trained: this rank's experts are, or some of them.
+        overlap_degree: parts of a share, each an all-to-all of its own, which is under way while experts work on another (`exchange_in_turn`).
 
     Returns:
         S × M, weighted and summed over a token's experts.
@@ -168,35 +170,42 @@ def through_experts(
     """
     several_ranks = groups.size("tensor") > 1
     same = Agreement(0, tokens, groups, _number(routes.exp_counts), mixture) if several_ranks else None
-    shares, share = (groups.size("tensor"), groups.rank("tensor")) if drop else (1, 0)
+    ranks, rank = (groups.size("tensor"), groups.rank("tensor")) if drop else (1, 0)
+    shares, own = ranks * overlap_degree, slice(rank * overlap_degree, (rank + 1) * overlap_degree)
     table = share_out(routes.exp_counts, shares)
-    arriving, callers, trained = exchange_counts(
-        table if gathered else table[share : share + 1], groups, mixture, trained
-    )
+    arriving, callers, trained = exchange_counts(table if gathered else table[own], groups, mixture, trained)
     if same is not None:
         same.wait()
     check_callers(callers, mixture, groups)
-    nothing = torch.zeros_like(table if gathered else table[:1])
+    nothing = torch.zeros_like(table if gathered else table[own])
     begin_forward(groups, tokens.device, partial(_meet, groups, nothing, tokens.shape[1]))
-    sending = plan_sending(routes, table.cpu(), share, groups.size("expert"))
-    receiving = plan_receiving(arriving, share if gathered else 0, tokens.device)
+    sending = plan_sending(routes, table.cpu(), own, groups.size("expert"))
+    receiving = [
+        plan_receiving(arriving[:, part::overlap_degree], rank if gathered else 0, tokens.device)
+        for part in range(overlap_degree)
+    ]
+
+    def work(part: int, rows: Tensor) -> Tensor:
+        plan = receiving[part]
+        if gathered:
+            rows = (gather_to if fused else gather_from)(_pad(rows, plan.length), groups, "tensor", 0)
+        with nullcontext() if gathered else _own_random_numbers(tokens.device, groups):
+            rows = rows if plan.order is None else rows.index_select(0, plan.order)
+            rows = as_trained(experts(rows, plan.counts), trained)
+        if plan.order is not None:
+            rows = place_rows(rows, plan.order, (ranks if gathered else 1) * plan.length)
+        if gathered:
+            rows = (scatter_from if fused else split_to)(rows, groups, "tensor", 0)[: sum(plan.splits)]
+        return rows
 
     # Of several shares some may be padded.
-    rows = dispatch(tokens, sending.slots, shares * sending.length, groups, drop, shares == 1)[: sum(sending.splits)]
-    rows = exchange(rows, groups, sending.splits, receiving.splits)
-    if gathered:
-        rows = (gather_to if fused else gather_from)(_pad(rows, receiving.length), groups, "tensor", 0)
-    with nullcontext() if gathered else _own_random_numbers(tokens.device, groups):
-        order = receiving.order
-        rows = rows if order is None else rows.index_select(0, order)
-        rows = as_trained(experts(rows, receiving.counts), trained)
-    if order is not None:
-        rows = place_rows(rows, order, arriving.shape[1] * receiving.length)
-    if gathered:
-        rows = (scatter_from if fused else split_to)(rows, groups, "tensor", 0)[: sum(receiving.splits)]
-    rows = exchange(rows, groups, receiving.splits, sending.splits)
+    rows = dispatch(tokens, sending.slots, shares * sending.length, groups, drop, shares == 1)
+    padded = rows.view(overlap_degree, sending.length, rows.shape[1])
+    parts = [part[: sum(splits)] for part, splits in zip(padded, sending.splits, strict=True)]
+    back = exchange_in_turn(parts, work, groups, sending.splits, [plan.splits for plan in receiving])
+    rows = back[0] if shares == 1 else torch.cat([_pad(part, sending.length) for part in back])
     if drop:
-        rows = gather_from(_pad(rows, sending.length), groups, "tensor", 0)
+        rows = gather_from(rows, groups, "tensor", 0)
     return combine(rows, sending.slots, routes.weights, sending.full)
 
 

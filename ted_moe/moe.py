@@ -19,7 +19,7 @@ from axonn_tp.context.sums import Tokens, current, of_all, sharing
 from axonn_tp.grid.mesh import Axes, Mesh
 from axonn_tp.layers.boundary import share_again, whole_activation
 from ted_moe.agreement import Agreement, begin_forward, same_seed, watch_outputs
-from ted_moe.dispatch import as_trained, combine, dispatch, exchange, slots_of
+from ted_moe.dispatch import as_trained, combine, dispatch, exchange_in_turn, slots_of
 from ted_moe.dropless import through_experts
 from ted_moe.experts import plan_expert, split_expert
 from ted_moe.gating import Gate, Routes, number_of, routes_to, same_on_replicas
@@ -57,6 +57,8 @@ class MoE(nn.Module):
         fused: where a drop follows an all-reduce, the two are one reduce-scatter.
         dropless: every token finds room, and no slot is padded: `drop_tokens=False` by uneven all-to-alls. Capacities, and
             `drop_tokens`, have no effect.
+        overlap_degree: slices of the slots; while the experts work on one, the all-to-all of the next is under way, as that of the last
+            one's results. As many bytes, in so many times as many calls. Tutel (arXiv 2206.03382) calls it so.
 
     Raises:
         ValueError: sizes that do not fit.
@@ -89,6 +91,7 @@ class MoE(nn.Module):
         duplicate_token_dropping: bool = True,
         fused: bool = True,
         dropless: bool = False,
+        overlap_degree: int = 1,
     ) -> None:
         super().__init__()
         if num_experts < 1 or num_experts % ep_size:
@@ -101,6 +104,9 @@ class MoE(nn.Module):
             raise ValueError(
                 f"ep_size = {ep_size}, but the topology deals experts over {groups.size('expert')} ranks; make them equal"
             )
+        if overlap_degree < 1:
+            raise ValueError(f"overlap_degree = {overlap_degree} must be at least 1, the slots all at once")
+        self.overlap_degree = overlap_degree
         self.routing = Gate(
             k,
             capacity_factor,
@@ -249,27 +255,45 @@ class MoE(nn.Module):
         if self.routing.dropless:
             run_all = partial(run, experts)
             return through_experts(
-                tokens, routes, run_all, groups, drop, gathered, self.fused, self.number, self._trained
+                tokens,
+                routes,
+                run_all,
+                groups,
+                drop,
+                gathered,
+                self.fused,
+                self.number,
+                self._trained,
+                self.overlap_degree,
             )
         begin_forward(groups, tokens.device, partial(_meet, groups, tokens.new_zeros(0, tokens.shape[1])))
         # Tokens were routed by this rank's own capacity, as stock DeepSpeed's; slots beyond it stay empty.
         capacity = routes.capacity if room is None else room.wait()
         trained = self._others_train if room is None else room.trained
-        capacity = -(-capacity // ranks) * ranks if drop else capacity
-        slots = slots_of(routes, self.num_experts, capacity, ranks if drop else 1)
+        shares = ranks if drop else 1
+        slices = max(min(self.overlap_degree, -(-capacity // shares)), 1) if self.ep_size > 1 else 1
+        shares *= slices
+        capacity = -(-capacity // shares) * shares
+        slots = slots_of(routes, self.num_experts, capacity, shares)
         rows = dispatch(tokens, slots, self.num_experts * capacity, groups, drop)
-        there = exchange(rows.view(self.num_experts, -1, rows.shape[1]), groups)
-        there = there.unflatten(0, (self.ep_size, len(experts)))
+        parts = rows.view(slices, self.num_experts, -1, rows.shape[1]).unbind()
+        work = partial(self._on_slice, experts, gathered, trained)
+        back = exchange_in_turn(parts, work, groups, [None] * slices, [None] * slices)
+        whole = back[0] if slices == 1 else torch.cat(back)
+        return combine(gather_from(whole, groups, "tensor", 0) if drop else whole, slots, routes.weights)
+
+    def _on_slice(self, experts: list[nn.Module], gathered: bool, trained: bool, _: int, rows: Tensor) -> Tensor:
+        """Run this rank's experts on a slice of the slots, as it came from all ranks: E × slots × M, and so is the result."""
+        there = rows.unflatten(0, (self.ep_size, len(experts)))
         if gathered:
-            there = (gather_to if self.fused else gather_from)(there, groups, "tensor", 0)
+            there = (gather_to if self.fused else gather_from)(there, self.groups, "tensor", 0)
         by_expert = there.transpose(0, 1)
         shape = by_expert.shape[1:3]
         parts = run_each(experts, by_expert.flatten(0, 2), [shape.numel()] * len(experts))
         output = as_trained(torch.stack([part.unflatten(0, shape) for part in parts], dim=1), trained)
         if gathered:
-            output = (scatter_from if self.fused else split_to)(output, groups, "tensor", 0)
-        back = exchange(output.flatten(0, 1), groups)
-        return combine(gather_from(back, groups, "tensor", 0) if drop else back, slots, routes.weights)
+            output = (scatter_from if self.fused else split_to)(output, self.groups, "tensor", 0)
+        return output.flatten(0, 1)
 
     def _largest(self, tokens: Tensor, drawn: int, count: Tensor) -> int:
         asked = Agreement(int(count), tokens, self.groups, drawn, self.number, self._trained)

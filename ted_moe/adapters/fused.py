@@ -34,10 +34,12 @@ class Choices:
     Attributes:
         duplicate_token_dropping: tensor ranks send a share of the tokens each.
         fused: an all-reduce with a drop after it is one reduce-scatter.
+        overlap_degree: slices of the tokens, each exchanged while experts work on another.
     """
 
     duplicate_token_dropping: bool = True
     fused: bool = True
+    overlap_degree: int = 1
 
 
 @dataclass
@@ -94,7 +96,8 @@ class Dealt:
         run = partial(self._run, module, fused)
         trained = any(parameter.requires_grad for parameter in module.parameters())
         gathered = drop and not self.whole
-        return through_experts(tokens, routes, run, self.groups, drop, gathered, fused, self.number, trained)
+        degree = self.choices.overlap_degree
+        return through_experts(tokens, routes, run, self.groups, drop, gathered, fused, self.number, trained, degree)
 
     def _run(self, module: nn.Module, fused: bool, rows: Tensor, counts: list[int]) -> Tensor:
         """This rank's experts, or its shares of them, on rows sorted by expert."""

@@ -40,7 +40,7 @@ OTHERS = {
     "tensor 1, expert 1": Case({}, 1, stage=2),
     "whole experts": Case({"tensor": 2, "expert_tensor_parallel": False}, 2, stage=1, residual=True),
     "whole experts, expert 4": Case({"tensor": 2, "expert_tensor_parallel": False}, 4),
-    "plain": Case({"tensor": 2, "duplicate_token_dropping": False, "fused": False}, 2, stage=2),
+    "plain": Case({"tensor": 2, "duplicate_token_dropping": False, "fused": False, "overlap_degree": 2}, 2, stage=2),
     "bf16 without ZeRO": Case({"tensor": 2}, 2, dtype="bf16"),
     "fp16": Case({"tensor": 2}, 2, stage=1, dtype="fp16"),
     "reentrant": Case({"tensor": 2}, 2, checkpoint="reentrant"),

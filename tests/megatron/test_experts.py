@@ -270,7 +270,8 @@ def test_a_mixture_is_one_process_s_on_every_grid(every: bool) -> None:
         switched = {
             "unfused": ("softmax", grid, (1, None), Choices(fused=False)),
             "undropped": ("dropping", grid, (grid.batch, None), Choices(False, False)),
-            "whole": ("softmax", grid, (4, 1), Choices()),
+            "whole, in slices": ("softmax", grid, (4, 1), Choices(overlap_degree=2)),
+            "in slices": ("dropping", grid, (grid.batch, None), Choices(overlap_degree=3)),
         }
         for switch in switched if every else [[*switched][turn]]:
             wanted[f"{switch} on {grid}"] = switched[switch]

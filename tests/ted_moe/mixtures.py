@@ -50,6 +50,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "expert and tensor": ({"gx": 2}, {}),
     "expert and tensor, two steps": ({"gx": 2}, {"fused": False}),
     "expert and tensor, all tokens sent": ({"gx": 2}, {"duplicate_token_dropping": False}),
+    "expert and tensor, in slices": ({"gx": 2}, {"overlap_degree": 2}),
     "whole experts": ({"gx": 2}, {"expert_tensor_parallel": False}),
     "z": ({"gz": 2}, {"expert": 2}),
     "y and z": ({"gy": 2, "gz": 2}, {}),

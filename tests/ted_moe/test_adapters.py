@@ -20,7 +20,13 @@ from tests.distributed import run_ranks
 from tests.matrix import thorough
 from tests.ted_moe.mixtures import LAYOUTS, MIXTURES, before_ranks, difference, mixture
 
-EACH_ONCE = ("expert and tensor, two steps", "expert and tensor, all tokens sent", "whole experts", "tensor and shares")
+EACH_ONCE = (
+    "expert and tensor, two steps",
+    "expert and tensor, all tokens sent",
+    "expert and tensor, in slices",
+    "whole experts",
+    "tensor and shares",
+)
 """Layouts with every setting, and every axis but y, which `test_drawn` has."""
 
 

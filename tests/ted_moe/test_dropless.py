@@ -111,22 +111,22 @@ def test_plans_send_each_row_once():
     table = share_out(routes.exp_counts, 3)
     assert torch.equal(table.sum(0), routes.exp_counts)
     assert int(table.sum(1).max() - table.sum(1).min()) <= 1
-    plans = [plan_sending(routes, table, share, 4) for share in range(3)]
+    plans = [plan_sending(routes, table, slice(share, share + 1), 4) for share in range(3)]
     slots = plans[0].slots.flatten()
     there = slots[slots < 3 * plans[0].length]
     assert len(there) == len(set(there.tolist())) == int(used.sum())
-    assert sum(sum(plan.splits) for plan in plans) == len(there)
+    assert sum(sum(plan.splits[0]) for plan in plans) == len(there)
     # All that one rank sends to the second of four, as this receives it.
     arriving = table.view(1, 3, 4, 2)[:, :, 1]
     plan = plan_receiving(arriving, 1, torch.device("cpu"))
-    assert plan.counts == routes.exp_counts[2:4].tolist() and plan.splits == [plans[1].splits[1]]
+    assert plan.counts == routes.exp_counts[2:4].tolist() and plan.splits == [plans[1].splits[0][1]]
     assert len(plan.order) == sum(plan.counts) <= 3 * plan.length
     assert not any(plan.full for plan in plans)
     # One share for one expert comes sorted.
     alone = plan_receiving(arriving[:, :1, :1], 0, torch.device("cpu"))
     assert alone.order is None and alone.counts == [int(arriving[0, 0, 0])] == [alone.length]
     everyone = Gate(k=1, dropless=True)(logits, True)
-    assert plan_sending(everyone, share_out(everyone.exp_counts, 3), 0, 4).full
+    assert plan_sending(everyone, share_out(everyone.exp_counts, 3), slice(3), 4).full
 
 
 def test_placing_rows_is_index_copy_and_keeps_none_for_backward():

@@ -39,6 +39,12 @@ class Ted(Block):
         True,
         description="Where a drop of duplicate tokens follows an all-reduce, the two become one reduce-scatter, which moves half the bytes.",
     )
+    overlap_degree: Size = Field(
+        1,
+        description="Slices of the tokens on their way to experts: while these work on one, the all-to-all of the next is under way, as that of "
+        "the last one's results. As many bytes in so many times the calls; 2 where links are as slow as the experts, 1 where ranks wait for "
+        "neither.",
+    )
     dropless: bool = Field(
         False,
         description="No token is dropped and no slot padded, whatever the layers' capacities: uneven all-to-alls.",

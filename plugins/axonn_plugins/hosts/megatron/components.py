@@ -111,7 +111,7 @@ _OF_SAMPLES = (
 )
 _PACKAGES = {"samo": ("samo", "axonn_tp"), "offload_optimizer": ("samo", "axonn_tp"), "ted": ("ted_moe",)}
 _TED = ("communication_aware_checkpointing", "stash")
-_TED_OF_EXPERTS = ("duplicate_token_dropping", "fused")
+_TED_OF_EXPERTS = ("duplicate_token_dropping", "fused", "overlap_degree")
 
 
 def flag(key: str) -> str:

@@ -232,4 +232,5 @@ def _through(layer: Any, tokens: Tensor, routes: Routes) -> Tensor:
         return reduce_from(output, groups, "tensor") if split and not fused else output
 
     trained = any(parameter.requires_grad for parameter in layer.experts.parameters())
-    return through_experts(tokens, routes, run, groups, drop, drop and split, fused, layer.axonn_number, trained)
+    number, degree = layer.axonn_number, _choices.overlap_degree
+    return through_experts(tokens, routes, run, groups, drop, drop and split, fused, number, trained, degree)

@@ -22,7 +22,7 @@ _originals = Originals()
 def install(block: Ted) -> None:
     """Have activation checkpoints of a grid keep what collectives of activations returned, and experts what is said of them; the last counts."""
     uninstall()
-    moe.choose(Choices(block.duplicate_token_dropping, block.fused))
+    moe.choose(Choices(block.duplicate_token_dropping, block.fused, block.overlap_degree))
     if block.communication_aware_checkpointing:
         _originals.wrap(CheckpointFunction, "forward", lambda original: _stashing(original.__func__, block.stash))
 

@@ -164,6 +164,7 @@ def adopt(layer: StockMoE, groups: Groups, block: Ted, own: bool = False, within
         stock.top2_2nd_expert_sampling,
         block.dropless,
     )
+    layer.overlap_degree = block.overlap_degree
     layer._spread(groups, block.duplicate_token_dropping, block.fused, own)
     become(layer.local, Dealt, nn.ModuleList)
     layer.local.home = groups.rank("expert")  # type: ignore[assignment]

@@ -159,7 +159,7 @@ def without_experts(model: nn.Module) -> Iterator[None]:
 
 def _spread(model: nn.Module, mesh: Mesh, block: Ted, split: MeshSplit, groups: Groups | None) -> None:
     """Deal out the experts that are not in DeepSpeed's layers."""
-    choices = adapters.Choices(block.duplicate_token_dropping, block.fused)
+    choices = adapters.Choices(block.duplicate_token_dropping, block.fused, block.overlap_degree)
     enclosed = blocks_of(model, split.experts) if mesh.size("model") > 1 else {}
     for name, experts in split.experts.items():
         assert groups is not None
