@@ -20,13 +20,21 @@ from ted_moe.gating import Routes
 _ops = torch.ops._c10d_functional
 
 
+def _begun(tensor: Tensor, groups: Axes, sent: list[int], received: list[int]) -> Tensor:
+    with explained(groups.group("expert")):
+        return _ops.all_to_all_single(tensor, received, sent, groups.group("expert").group_name)
+
+
+def _arrived(tensor: Tensor, groups: Axes) -> Tensor:
+    with explained(groups.group("expert")):
+        return wait(tensor)
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, groups: Axes, sent: list[int], received: list[int]) -> Tensor:
         ctx.arguments = (groups, received, sent)
-        group = groups.group("expert")
-        with explained(group):
-            return wait(_ops.all_to_all_single(tensor.contiguous(), received, sent, group.group_name))
+        return _arrived(_begun(tensor.contiguous(), groups, sent, received), groups)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -64,16 +72,15 @@ class _Transfer:
 
     def start(self, tensor: Tensor, back: bool = False) -> None:
         """Begin; `back`: what was received is sent."""
-        sizes = (self.sent, self.received) if back else (self.received, self.sent)
+        sizes = (self.received, self.sent) if back else (self.sent, self.received)
         self._given = tensor.contiguous()  # lives until it is sent
-        self.tensor = _ops.all_to_all_single(self._given, *sizes, self.groups.group("expert").group_name)
+        self.tensor = _begun(self._given, self.groups, *sizes)
 
-    def wait(self) -> Tensor:
-        """What came."""
+    def take(self) -> Tensor:
+        """Return the tensor that has come."""
         arriving, self.tensor = self.tensor, None
         assert arriving is not None
-        with explained(self.groups.group("expert")):
-            arrived = wait(arriving)
+        arrived = _arrived(arriving, self.groups)
         self._given = None
         return arrived
 
@@ -89,7 +96,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad if ctx.transfer.tensor is None else ctx.transfer.wait(), None
+        return grad if ctx.transfer.tensor is None else ctx.transfer.take(), None
 
 
 class _Arrive(torch.autograd.Function):
@@ -98,7 +105,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stand_in: Tensor, transfer: _Transfer) -> Tensor:
         ctx.transfer, ctx.shape = transfer, stand_in.shape
-        return transfer.wait()
+        return transfer.take()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

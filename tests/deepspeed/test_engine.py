@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor, nn
 
@@ -218,6 +219,7 @@ EVERY_RUN = {
 }
 """Each grid, stage, precision, model and kind of optimizer at least once."""
 assert EVERY_RUN <= CASES.keys()
+_NO_STREAM = hasattr(checkpointing, "transport_stream") and get_accelerator().Stream is None
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +238,8 @@ def _run(cases: dict[str, Case]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", names(CASES, EVERY_RUN))
 def test_equals_a_plain_loop(name: str, ranks: list[dict[str, Any]]) -> None:
     case = CASES[name]
+    if name in ("fp64-partitioned", "fp64-contiguous") and _NO_STREAM:
+        pytest.skip("before 0.19 DeepSpeed's own checkpoints take a stream of the accelerator, and a CPU has none")
     expected = serial(case)
     assert min(expected["norms"]) > case.clip, "clipping must bite"
     for found in ranks:

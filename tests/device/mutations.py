@@ -274,7 +274,7 @@ MUTATIONS = [
     *(_pending(_ATTENTION, "summing.wait()", "sequences", place=place) for place in range(2)),
     # Experts
     _pending("ted_moe/agreement.py", "self._pending.wait()", "experts"),
-    Mutation("ted_moe/dispatch.py", "return wait(", "return (", ("experts",)),
+    Mutation("ted_moe/dispatch.py", "return wait(tensor)", "return tensor", ("experts",)),
     # What waits within a call, and what asks
     *(
         Mutation(file, old, old[:-1].rstrip() + ", async_op=True)", cases)

@@ -120,8 +120,12 @@ def newest(name: str, versions: list[str]) -> dict[tuple[int, ...], str]:
 def pytest(python: Path, files: tuple[str, ...], deadline: float) -> tuple[str, str]:
     """Run tests; what was run, and the verdict."""
     began = time.perf_counter()
-    done = run([str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *files], ROOT, timeout=deadline, path=PATH)
+    done = run(
+        [str(python), "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *files], ROOT, timeout=deadline, path=PATH
+    )
     text = f"{len(files)} files of tests in {time.perf_counter() - began:.0f} s"
+    skipped = sum(map(int, re.findall(r"^SKIPPED \[(\d+)\]", done.stdout, re.M)))
+    text += f", {skipped} skipped" if skipped else ""
     if done.returncode:
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
         print(done.stdout[-4000:], done.stderr[-2000:], file=sys.stderr)
