@@ -121,8 +121,8 @@ def take_place(work: Path, folder: Path, replaced: Path, own: Sequence[str]) -> 
 
 
 def _carry(old: Path, new: Path, own: Sequence[str]) -> None:
-    """Move what others have put into a checkpoint's folder."""
-    if old.is_dir() and new.is_dir():
+    """Move what others have put into a checkpoint's folder; what a link leads to stays where it is."""
+    if old.is_dir() and new.is_dir() and not old.is_symlink():
         for entry in old.iterdir():
             if not any(fnmatch(entry.name, pattern) for pattern in own) and not os.path.lexists(new / entry.name):
                 entry.rename(new / entry.name)
@@ -165,7 +165,9 @@ def drop_old(folder: Path, keep_last: int) -> None:
 
     What is no complete checkpoint stays. A marker goes first, so that one half deleted is none.
     """
-    markers = {found: (found / MARKER).stat().st_mtime_ns for found in _complete(folder.parent)}
+    # A link to one of them is no other checkpoint.
+    own = (found for found in _complete(folder.parent) if not found.is_symlink())
+    markers = {found: (found / MARKER).stat().st_mtime_ns for found in own}
     complete = [found for found in markers if not found.name.endswith((".incomplete", ".replaced"))]
     for old in sorted(complete, key=lambda found: (found == folder, markers[found]))[:-keep_last]:
         for gone in (_replaced(old), old):

@@ -197,6 +197,19 @@ def test_what_others_put_into_a_folder_stays(tmp_path: Path) -> None:
             save(tmp_path / name, small(value), None)
             assert held(tmp_path / name) == value
     assert held(folder) == 2.0 and sorted(os.listdir(tmp_path)) == ["file", "link", "runs"]
+    assert (folder / "notes.txt").read_text() == "mine" and (folder / "step_1").is_dir()
+
+
+def test_a_link_to_a_checkpoint_is_not_counted(tmp_path: Path) -> None:
+    """As "last" that a script keeps: the marker of the one it led to was deleted through it."""
+    for step in range(1, 5):
+        save(tmp_path / f"step_{step}", small(float(step)), None, keep_last=3)
+        (tmp_path / "last").unlink(missing_ok=True)
+        (tmp_path / "last").symlink_to(f"step_{step}")
+    assert sorted(os.listdir(tmp_path)) == ["last", "step_2", "step_3", "step_4"]
+    save(tmp_path / "step_5", small(5.0), None, keep_last=2)
+    assert [held(tmp_path / name) for name in ("step_4", "step_5", "last")] == [4.0, 5.0, 4.0]
+    assert not (tmp_path / "step_3").exists()
 
 
 def test_folders_that_are_no_checkpoints_are_not_deleted(tmp_path: Path) -> None:
