@@ -268,6 +268,8 @@ def load(
     """
     ranks, names = Ranks(mesh), DealtNames(model)
     reading = Reading(Path(folder), ranks)
+    if names:
+        require_takers(names, reading.notes, ranks)
     notes = names.notes(reading.notes, names.inward)
 
     def targets() -> tuple[Shards, Callable[[], None], Any]:
@@ -287,6 +289,24 @@ def load(
         scheduler.load_state_dict(schedule)
     reading.restore_random_state()
     return notes["extra"]
+
+
+def require_takers(names: DealtNames, notes: Notes, ranks: Ranks) -> None:
+    """Refuse weights of a checkpoint that no rank has, as of further experts or layers; each rank knows its own alone.
+
+    Args:
+        names: this rank's.
+        notes: of the checkpoint.
+        ranks: all that read it.
+
+    Raises:
+        CheckpointError: there are some; the same on every rank.
+    """
+    others = {name for name in notes["tensors"] if name.startswith("model.") and names.inward(name) is None}
+    if nobodys := set.intersection(*ranks.gather(others)):
+        raise CheckpointError(
+            f"the checkpoint has {min(nobodys)}, which the model has not; load it into the model that was saved"
+        )
 
 
 def _schedule(model: nn.Module, optimizer: torch.optim.Optimizer | None, notes: Notes) -> Any:

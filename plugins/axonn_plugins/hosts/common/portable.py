@@ -28,7 +28,7 @@ from axonn_tp.checkpoint.optimizer import (
 )
 from axonn_tp.checkpoint.ranks import Ranks
 from axonn_tp.checkpoint.state import Notes, Shards, check_tensors, model_state, model_targets, restore_modules
-from axonn_tp.checkpoint.training import write
+from axonn_tp.checkpoint.training import require_takers, write
 
 if TYPE_CHECKING:
     from axonn_plugins.hosts.common.composition import Composition
@@ -170,6 +170,8 @@ class PortableState(ABC):
         """
         notes, states = reading.notes, states and self.optimizer is not None
         if self.names is not None:
+            if strict:
+                require_takers(self.names, notes, self.ranks)
             notes = self.names.notes(notes, self.names.inward)
         shards, hand_over = self.ranks.together(lambda: self._targets(notes, states, strict))
         schedule = schedule and self.scheduler is not None and "scheduler" in notes
