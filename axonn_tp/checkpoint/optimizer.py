@@ -185,7 +185,9 @@ def optimizer_targets(
             if piece.name not in saved["others"]:
                 continue
             state = states.setdefault(piece.holder, {})
-            state |= {key: _number(value, piece.holder, group) for key, value in saved["others"][piece.name].items()}
+            state |= {
+                key: _number(key, value, piece.holder, group) for key, value in saved["others"][piece.name].items()
+            }
             for key in saved["tensors"][piece.name]:
                 full = f"optimizer.{piece.name}.{key}"
                 if key not in state:
@@ -203,10 +205,11 @@ def optimizer_targets(
     return shards, hand_over
 
 
-def _number(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
-    """Fused and capturable optimizers count steps on the device."""
+def _number(key: str, value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
+    """A number where torch's `load_state_dict` puts it: on the parameter's device, but for steps, which fused and capturable optimizers alone count there."""
     if isinstance(value, Tensor):
-        return value.to(parameter.device) if group.get("fused") or group.get("capturable") else value.clone()
+        on_device = key != "step" or group.get("fused") or group.get("capturable")
+        return value.to(parameter.device if on_device else value.device, copy=True)
     return value
 
 

@@ -22,6 +22,7 @@ import samo
 from axonn_plugins.cluster.launch import RankFailed
 from axonn_tp import Mesh
 from axonn_tp.checkpoint import CheckpointError, files, latest, load, save
+from axonn_tp.checkpoint.optimizer import optimizer_state, optimizer_targets, whole_pieces
 from tests.distributed import run_ranks
 from tests.matrix import thorough
 
@@ -340,3 +341,20 @@ def test_channels_last(tmp_path: Path) -> None:
     save(tmp_path / "one", saved, None)
     load(tmp_path / "one", other, None)
     assert torch.equal(saved.weight, other.weight) and other.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_numbers_of_a_state_go_to_the_device_of_their_parameter(tmp_path: Path) -> None:
+    """As the moments of a parameter without dims; steps stay on the CPU, as torch has them."""
+    saved, other = (torch.nn.ParameterList([nn.Parameter(torch.tensor(2.0))]) for _ in range(2))
+    for kind, numbers in ((torch.optim.AdamW, ("exp_avg", "exp_avg_sq")), (torch.optim.ASGD, ("eta", "mu", "ax"))):
+        optimizer = kind(saved.parameters())
+        saved[0].grad = torch.tensor(3.0)
+        optimizer.step()
+        pieces = whole_pieces(saved, optimizer)
+        shards, notes = optimizer_state(optimizer, pieces)
+        there = kind(other.to("meta").parameters())
+        _, hand_over = optimizer_targets(there, whole_pieces(other, there), {"optimizer": notes, "tensors": {}})
+        hand_over()
+        state = there.state[other[0]]
+        assert not shards and {key: state[key].device.type for key in numbers} == dict.fromkeys(numbers, "meta")
+        assert state["step"].device.type == "cpu" and state["step"] == 1
