@@ -250,6 +250,24 @@ def differ(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a is not b and (a.keys() != b.keys() or any(bool(a[key] != b[key]) for key in a))
 
 
+def scheduler_state(scheduler: Any) -> Notes:
+    """Notes on a schedule."""
+    return {"scheduler": scheduler.state_dict(), "scheduler class": type(scheduler).__name__}
+
+
+def check_scheduler(scheduler: Any, notes: Notes) -> None:
+    """Refuse the state of another kind of schedule, of which this one would take nothing, and begin anew.
+
+    Raises:
+        CheckpointError: it is; where the checkpoint says of which kind it is, as earlier ones do not.
+    """
+    saved, here = notes.get("scheduler class", type(scheduler).__name__), type(scheduler).__name__
+    if saved != here:
+        raise CheckpointError(
+            f"the checkpoint holds the state of the schedule {saved}, and the schedule here is {here}; use the same, or load it without the schedule's state"
+        )
+
+
 def regrouped(state: Any, groups: list[int], before: int) -> Any:
     """A scheduler's state for other parameter groups: lists with an entry a group get those of `groups`.
 

@@ -23,11 +23,13 @@ from axonn_tp.checkpoint.dealt import DealtNames
 from axonn_tp.checkpoint.files import CheckpointError, SummingWriter
 from axonn_tp.checkpoint.merging import merged
 from axonn_tp.checkpoint.optimizer import (
+    check_scheduler,
     groups_of,
     matched_groups,
     optimizer_state,
     optimizer_targets,
     regrouped,
+    scheduler_state,
     whole_pieces,
 )
 from axonn_tp.checkpoint.planner import Place, RegionLoadPlanner, SavePlanner
@@ -88,7 +90,7 @@ def save(
             states, notes["optimizer"] = optimizer_state(optimizer, whole_pieces(model, optimizer))
             shards |= states
         if scheduler is not None:
-            notes["scheduler"] = scheduler.state_dict()
+            notes |= scheduler_state(scheduler)
         return shards, notes
 
     ranks, names = Ranks(mesh), DealtNames(model)
@@ -278,6 +280,7 @@ def load(
             states, hand_over = optimizer_targets(optimizer, whole_pieces(model, optimizer), notes)
             shards |= states
         if scheduler is not None:
+            check_scheduler(scheduler, notes)
             schedule = _schedule(model, optimizer, notes)
         return shards, hand_over, schedule
 

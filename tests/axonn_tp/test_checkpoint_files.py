@@ -358,3 +358,17 @@ def test_numbers_of_a_state_go_to_the_device_of_their_parameter(tmp_path: Path) 
         state = there.state[other[0]]
         assert not shards and {key: state[key].device.type for key in numbers} == dict.fromkeys(numbers, "meta")
         assert state["step"].device.type == "cpu" and state["step"] == 1
+
+
+def test_the_state_of_another_schedule_is_refused(tmp_path: Path) -> None:
+    """One began anew without a word: torch takes any state, and looks for none of its numbers."""
+    model = small(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    exponential = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    save(tmp_path / "one", model, None, optimizer, exponential)
+    other = torch.optim.lr_scheduler.LinearLR(torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(
+        CheckpointError, match="holds the state of the schedule ExponentialLR, and .* here is LinearLR; use the same"
+    ):
+        load(tmp_path / "one", model, None, None, other)
+    load(tmp_path / "one", model, None, None, torch.optim.lr_scheduler.ExponentialLR(other.optimizer, 0.1))

@@ -225,10 +225,12 @@ def refused(folder: str) -> dict[str, Any]:
     sgd = compose(built(case), partial(torch.optim.SGD, lr=1.0), case.block)
     wider = compose(nn.Linear(3, 3).double(), adamw, {})
     scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1.0)
+    run.save(f"{folder}/four", torch.optim.lr_scheduler.ConstantLR(run.optimizer, 1.0))
     found = {
         "another optimizer": attempt(sgd.load, f"{folder}/one"),
         "another model": attempt(wider.load, f"{folder}/one"),
         "no scheduler": attempt(run.load, f"{folder}/one", scheduler),
+        "another scheduler": attempt(run.load, f"{folder}/four", scheduler),
         "nothing there": attempt(run.load, f"{folder}/two"),
         "keeps none": attempt(partial(run.save, f"{folder}/one", keep_last=0)),
         "the current folder": attempt(run.save, ""),
@@ -324,6 +326,7 @@ def test_float32_weights_go_on_bit_by_bit(ranks: list[dict[str, Any]]) -> None:
         ("another optimizer", ["AdamW", "SGD", "use the same"]),
         ("another model", ["model.weight"]),
         ("no scheduler", ["without a scheduler"]),
+        ("another scheduler", ["ConstantLR", "LambdaLR", "use the same"]),
         ("nothing there", ["does not exist"]),
         ("keeps none", ["keep_last = 0"]),
         ("the current folder", ["would take the place of the folder that the process runs in"]),

@@ -19,11 +19,13 @@ from axonn_tp.checkpoint.dealt import DealtNames
 from axonn_tp.checkpoint.merging import merged
 from axonn_tp.checkpoint.optimizer import (
     Pieces,
+    check_scheduler,
     groups_of,
     matched_groups,
     optimizer_state,
     optimizer_targets,
     regrouped,
+    scheduler_state,
     whole_pieces,
 )
 from axonn_tp.checkpoint.ranks import Ranks
@@ -140,7 +142,7 @@ class PortableState(ABC):
             states, notes["optimizer"] = optimizer_state(self.optimizer, pieces)
             shards |= states | self._wide_masters()
         if self.scheduler is not None:
-            notes["scheduler"] = self.scheduler.state_dict()
+            notes |= scheduler_state(self.scheduler)
         notes["data"] = {name: part.state_dict() for name, part in self.parts().items()}
         return shards, notes | self.scale()
 
@@ -210,6 +212,7 @@ class PortableState(ABC):
         return shards | moments | masters, hand_over
 
     def _schedule(self, notes: Notes, states: bool) -> Any:
+        check_scheduler(self.scheduler, notes)
         if self.optimizer is None or "optimizer" not in notes:
             return notes["scheduler"]
         saved, here = notes["optimizer"]["groups"], groups_of(self.optimizer, self.pieces)
