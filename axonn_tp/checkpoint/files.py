@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from uuid import uuid4
 
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan
 from torch.distributed.checkpoint import SavePlanner as AnySavePlanner
@@ -21,6 +22,7 @@ from axonn_tp.checkpoint import sums
 from axonn_tp.checkpoint.sums import Sums, flush
 
 MANIFEST, MARKER, STATE = "manifest.json", "complete", "state.pt"
+_WRITER = "writer"
 _OWN = (MANIFEST, MARKER, STATE, ".metadata", "*.distcp", "random_*.pickle")
 
 
@@ -63,8 +65,11 @@ class SummingWriter(FileSystemWriter):
         return written
 
 
-def begin(folder: Path) -> None:
+def begin(folder: Path) -> str:
     """An empty folder to write into.
+
+    Returns:
+        By which `commit` knows that nobody else has begun to write it since.
 
     Raises:
         CheckpointError: the process runs in the checkpoint's folder, whose place it would take.
@@ -75,19 +80,30 @@ def begin(folder: Path) -> None:
         )
     shutil.rmtree(aside(folder), ignore_errors=True)
     aside(folder).mkdir(parents=True)
+    mark = uuid4().hex
+    (aside(folder) / _WRITER).write_text(mark)
+    return mark
 
 
-def commit(folder: Path, written: Sums) -> None:
+def commit(folder: Path, written: Sums, mark: str) -> None:
     """Turn what was written aside into the checkpoint.
 
     Args:
         folder: its final name.
         written: checksums of the files that ranks wrote; those of the others are found here.
+        mark: what `begin` returned.
 
     Raises:
-        CheckpointError: another rank wrote its files elsewhere.
+        CheckpointError: another process writes the same folder, or another rank wrote its files elsewhere.
     """
     work = aside(folder)
+    writer = work / _WRITER
+    if not writer.is_file() or writer.read_text() != mark:
+        raise CheckpointError(
+            f"checkpoint {folder} was not written, for another process has begun to write it, too; give each run a folder of its own, and have all ranks "
+            "of a run save with their mesh, or rank 0 alone"
+        )
+    writer.unlink()
     for name, pieces in written.items():
         file = work / name
         if not file.is_file() or file.stat().st_size != sum(length for length, *_ in pieces):

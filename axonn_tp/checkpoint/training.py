@@ -145,7 +145,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks, keep_last: int | None) -> None:
-    ranks.together(lambda: files.begin(folder), only=0)
+    mark = ranks.together(lambda: files.begin(folder), only=0)
     # The planner drops what it read of a file when the next piece is asked for.
     unread = any(isinstance(shard.tensor, LazyTensor) for shard in shards.values())
     writer = SummingWriter(files.aside(folder), one_by_one=unread)
@@ -185,7 +185,7 @@ def _write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks, keep_last: 
         state = {**notes, "tensors": tensors, "random": writers, "grid": asdict(ranks.place.grid)}
         torch.save(state, files.aside(folder) / files.STATE)
         flush(files.aside(folder) / files.STATE)
-        files.commit(folder, {name: pieces for sums, _ in gathered for name, pieces in sums.items()})
+        files.commit(folder, {name: pieces for sums, _ in gathered for name, pieces in sums.items()}, mark)
         if keep_last is not None:
             files.drop_old(folder, keep_last)
 

@@ -285,10 +285,28 @@ def test_a_relative_folder_is_where_the_save_began(tmp_path: Path, monkeypatch: 
 def test_files_that_another_rank_wrote_elsewhere_are_missed(tmp_path: Path) -> None:
     """As on a disk of its node: the checkpoint before was given up for one without them."""
     save(tmp_path / "one", small(1.0), None)
-    files.begin(tmp_path / "one")
+    mark = files.begin(tmp_path / "one")
     with pytest.raises(CheckpointError, match="the file __1_0.distcp of another rank is not there"):
-        files.commit(tmp_path / "one", {"__1_0.distcp": [(3, 5, "model.0.weight at (0, 0)")]})
+        files.commit(tmp_path / "one", {"__1_0.distcp": [(3, 5, "model.0.weight at (0, 0)")]}, mark)
     assert held(tmp_path / "one") == 1.0
+
+
+def test_two_that_write_one_folder_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As two runs, or every rank of DistributedDataParallel by itself: the one before gave its place to files of both."""
+    save(tmp_path / "one", small(1.0), None)
+    commit = files.commit
+
+    def behind_another(*given: Any) -> None:
+        monkeypatch.setattr(files, "commit", commit)
+        files.begin(tmp_path / "one")
+        commit(*given)
+
+    monkeypatch.setattr(files, "commit", behind_another)
+    with pytest.raises(CheckpointError, match="another process has begun to write it, too; give each run a folder"):
+        save(tmp_path / "one", small(2.0), None)
+    assert held(tmp_path / "one") == 1.0
+    save(tmp_path / "one", small(3.0), None)
+    assert held(tmp_path / "one") == 3.0 and "writer" not in os.listdir(tmp_path / "one")
 
 
 def test_adafactor_is_refused(tmp_path: Path) -> None:
