@@ -7,6 +7,8 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import reduce
+from operator import and_
 from pathlib import Path
 from typing import Any
 
@@ -305,10 +307,13 @@ def require_takers(names: DealtNames, notes: Notes, ranks: Ranks) -> None:
     Raises:
         CheckpointError: there are some; the same on every rank.
     """
-    others = {name for name in notes["tensors"] if name.startswith("model.") and names.inward(name) is None}
-    if nobodys := set.intersection(*ranks.gather(others)):
+    listed = sorted(name for name in notes["tensors"] if name.startswith("model."))
+    # A bit for each name, as there may be thousands of ranks.
+    lacking = sum(1 << number for number, name in enumerate(listed) if names.inward(name) is None)
+    if nobodys := reduce(and_, ranks.gather(lacking)):
+        first = listed[(nobodys & -nobodys).bit_length() - 1]
         raise CheckpointError(
-            f"the checkpoint has {min(nobodys)}, which the model has not; load it into the model that was saved"
+            f"the checkpoint has {first}, which the model has not; load it into the model that was saved"
         )
 
 
