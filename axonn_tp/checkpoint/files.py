@@ -103,7 +103,6 @@ def commit(folder: Path, written: Sums, mark: str) -> None:
             f"checkpoint {folder} was not written, for another process has begun to write it, too; give each run a folder of its own, and have all ranks "
             "of a run save with their mesh, or rank 0 alone"
         )
-    writer.unlink()
     for name, pieces in written.items():
         file = work / name
         if not file.is_file() or file.stat().st_size != sum(length for length, *_ in pieces):
@@ -111,10 +110,23 @@ def commit(folder: Path, written: Sums, mark: str) -> None:
                 f"checkpoint {folder} was not written, for the file {name} of another rank is not there; give all ranks the same folder, on a "
                 "disk that they all see"
             )
-    others = sums.cut(work, [file.name for file in work.iterdir() if file.name not in written])
+    others = sums.cut(work, [file.name for file in work.iterdir() if file.name not in {*written, _WRITER}])
     sums.seal(work, written | sums.sums_of(others, sums.checksums(work, others)), MANIFEST, MARKER)
+    writer.unlink()
     flush(work)
     take_place(work, folder, _replaced(folder), _OWN)
+
+
+def abandon(folder: Path, mark: str) -> None:
+    """Give up what was begun, whose place a full disk needs.
+
+    Args:
+        folder: the checkpoint.
+        mark: what `begin` returned; what others have begun since stays.
+    """
+    writer = aside(folder) / _WRITER
+    if writer.is_file() and writer.read_text() == mark:
+        shutil.rmtree(aside(folder), ignore_errors=True)
 
 
 def take_place(work: Path, folder: Path, replaced: Path, own: Sequence[str]) -> None:

@@ -148,6 +148,15 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks, keep_last: int | None) -> None:
     mark = ranks.together(lambda: files.begin(folder), only=0)
+    try:
+        _fill(folder, mark, shards, notes, ranks, keep_last)
+    except CheckpointError:  # on all ranks, none of which writes any more
+        if ranks.rank == 0:
+            files.abandon(folder, mark)
+        raise
+
+
+def _fill(folder: Path, mark: str, shards: Shards, notes: Notes, ranks: Ranks, keep_last: int | None) -> None:
     # The planner drops what it read of a file when the next piece is asked for.
     unread = any(isinstance(shard.tensor, LazyTensor) for shard in shards.values())
     writer = SummingWriter(files.aside(folder), one_by_one=unread)

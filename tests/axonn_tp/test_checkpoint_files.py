@@ -269,7 +269,7 @@ def test_a_failed_save_is_told_and_the_old_one_stays(tmp_path: Path, monkeypatch
             assert saving is not None
             saving.wait()
         monkeypatch.undo()
-        assert held(folder) == 1.0
+        assert held(folder) == 1.0 and os.listdir(tmp_path) == ["one"]  # the half one would keep the disk full
 
 
 def test_a_relative_folder_is_where_the_save_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

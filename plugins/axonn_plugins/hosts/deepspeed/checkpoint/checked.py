@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from pickle import PickleError
 from typing import Any
 
@@ -35,9 +37,14 @@ class CheckedCheckpoints(DeepSpeedEngine):
         """
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         aside = begin(save_dir, tag)
-        with self._told_together():
-            self._write(save_dir, aside, client_state or {}, **keywords)
-        publish(save_dir, tag, save_latest)
+        try:
+            with self._told_together():
+                self._write(save_dir, aside, client_state or {}, **keywords)
+            publish(save_dir, tag, save_latest)
+        except ConfigError:
+            if dist.get_rank() == 0:  # a full disk needs its place
+                shutil.rmtree(Path(save_dir) / aside, ignore_errors=True)
+            raise
         return True
 
     @contextmanager
