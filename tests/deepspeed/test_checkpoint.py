@@ -15,6 +15,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from axonn_plugins.cluster.launch import RankFailed
+from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.common import complete
 from axonn_plugins.optim.flat import FlatOptimizer
 from axonn_tp import layout_of
@@ -194,6 +195,23 @@ def test_a_tag_with_spaces_around_it_is_the_latest(tmp_path: Path) -> None:
     (tmp_path / " one .incomplete").mkdir()
     complete._rename(tmp_path, " one ", sums.sums_of([], []), True)
     assert complete._chosen(tmp_path, None) == " one "
+
+
+def test_a_first_save_beside_stock_ones_was_killed(tmp_path: Path) -> None:
+    """Before the name in ``latest`` changed: no start went on, as if the file were damaged."""
+    for name, file in (("stock", "mp_rank_00_model_states.pt"), ("ours", "axonn_latest")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+    (tmp_path / "latest").write_text("stock")
+    with pytest.raises(
+        ConfigError, match="latest names 'stock' and the checkpoint that was saved as the latest is ours"
+    ):
+        complete._chosen(tmp_path, None)
+    (tmp_path / "latest.incomplete").write_text("ours")
+    assert complete._chosen(tmp_path, None) == "ours"
+    (tmp_path / "latest").write_text("stick")
+    with pytest.raises(ConfigError, match="so it is damaged or was changed"):
+        complete._chosen(tmp_path, None)
 
 
 def variant(name: str, stage: int, grid: str) -> Case:
