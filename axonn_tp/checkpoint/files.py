@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from uuid import uuid4
 
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan
 from torch.distributed.checkpoint import SavePlanner as AnySavePlanner
@@ -21,6 +22,7 @@ from axonn_tp.checkpoint import sums
 from axonn_tp.checkpoint.sums import Sums, flush
 
 MANIFEST, MARKER, STATE = "manifest.json", "complete", "state.pt"
+_WRITER = "writer"
 _OWN = (MANIFEST, MARKER, STATE, ".metadata", "*.distcp", "random_*.pickle")
 
 
@@ -63,8 +65,11 @@ class SummingWriter(FileSystemWriter):
         return written
 
 
-def begin(folder: Path) -> None:
+def begin(folder: Path) -> str:
     """An empty folder to write into.
+
+    Returns:
+        By which `commit` knows that nobody else has begun to write it since.
 
     Raises:
         CheckpointError: the process runs in the checkpoint's folder, whose place it would take.
@@ -75,19 +80,29 @@ def begin(folder: Path) -> None:
         )
     shutil.rmtree(aside(folder), ignore_errors=True)
     aside(folder).mkdir(parents=True)
+    mark = uuid4().hex
+    (aside(folder) / _WRITER).write_text(mark)
+    return mark
 
 
-def commit(folder: Path, written: Sums) -> None:
+def commit(folder: Path, written: Sums, mark: str) -> None:
     """Turn what was written aside into the checkpoint.
 
     Args:
         folder: its final name.
         written: checksums of the files that ranks wrote; those of the others are found here.
+        mark: what `begin` returned.
 
     Raises:
-        CheckpointError: another rank wrote its files elsewhere.
+        CheckpointError: another process writes the same folder, or another rank wrote its files elsewhere.
     """
     work = aside(folder)
+    writer = work / _WRITER
+    if not writer.is_file() or writer.read_text() != mark:
+        raise CheckpointError(
+            f"checkpoint {folder} was not written, for another process has begun to write it, too; give each run a folder of its own, and have all ranks "
+            "of a run save with their mesh, or rank 0 alone"
+        )
     for name, pieces in written.items():
         file = work / name
         if not file.is_file() or file.stat().st_size != sum(length for length, *_ in pieces):
@@ -95,10 +110,23 @@ def commit(folder: Path, written: Sums) -> None:
                 f"checkpoint {folder} was not written, for the file {name} of another rank is not there; give all ranks the same folder, on a "
                 "disk that they all see"
             )
-    others = sums.cut(work, [file.name for file in work.iterdir() if file.name not in written])
+    others = sums.cut(work, [file.name for file in work.iterdir() if file.name not in {*written, _WRITER}])
     sums.seal(work, written | sums.sums_of(others, sums.checksums(work, others)), MANIFEST, MARKER)
+    writer.unlink()
     flush(work)
     take_place(work, folder, _replaced(folder), _OWN)
+
+
+def abandon(folder: Path, mark: str) -> None:
+    """Give up what was begun, whose place a full disk needs.
+
+    Args:
+        folder: the checkpoint.
+        mark: what `begin` returned; what others have begun since stays.
+    """
+    writer = aside(folder) / _WRITER
+    if writer.is_file() and writer.read_text() == mark:
+        shutil.rmtree(aside(folder), ignore_errors=True)
 
 
 def take_place(work: Path, folder: Path, replaced: Path, own: Sequence[str]) -> None:
@@ -121,8 +149,8 @@ def take_place(work: Path, folder: Path, replaced: Path, own: Sequence[str]) -> 
 
 
 def _carry(old: Path, new: Path, own: Sequence[str]) -> None:
-    """Move what others have put into a checkpoint's folder."""
-    if old.is_dir() and new.is_dir():
+    """Move what others have put into a checkpoint's folder; what a link leads to stays where it is."""
+    if old.is_dir() and new.is_dir() and not old.is_symlink():
         for entry in old.iterdir():
             if not any(fnmatch(entry.name, pattern) for pattern in own) and not os.path.lexists(new / entry.name):
                 entry.rename(new / entry.name)
@@ -165,7 +193,9 @@ def drop_old(folder: Path, keep_last: int) -> None:
 
     What is no complete checkpoint stays. A marker goes first, so that one half deleted is none.
     """
-    markers = {found: (found / MARKER).stat().st_mtime_ns for found in _complete(folder.parent)}
+    # A link to one of them is no other checkpoint.
+    own = (found for found in _complete(folder.parent) if not found.is_symlink())
+    markers = {found: (found / MARKER).stat().st_mtime_ns for found in own}
     complete = [found for found in markers if not found.name.endswith((".incomplete", ".replaced"))]
     for old in sorted(complete, key=lambda found: (found == folder, markers[found]))[:-keep_last]:
         for gone in (_replaced(old), old):

@@ -185,7 +185,9 @@ def optimizer_targets(
             if piece.name not in saved["others"]:
                 continue
             state = states.setdefault(piece.holder, {})
-            state |= {key: _number(value, piece.holder, group) for key, value in saved["others"][piece.name].items()}
+            state |= {
+                key: _number(key, value, piece.holder, group) for key, value in saved["others"][piece.name].items()
+            }
             for key in saved["tensors"][piece.name]:
                 full = f"optimizer.{piece.name}.{key}"
                 if key not in state:
@@ -203,10 +205,11 @@ def optimizer_targets(
     return shards, hand_over
 
 
-def _number(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
-    """Fused and capturable optimizers count steps on the device."""
+def _number(key: str, value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
+    """A number where torch's `load_state_dict` puts it: on the parameter's device, but for steps, which fused and capturable optimizers alone count there."""
     if isinstance(value, Tensor):
-        return value.to(parameter.device) if group.get("fused") or group.get("capturable") else value.clone()
+        on_device = key != "step" or group.get("fused") or group.get("capturable")
+        return value.to(parameter.device if on_device else value.device, copy=True)
     return value
 
 
@@ -245,6 +248,24 @@ def matched_groups(here: list[Notes], saved: list[Notes]) -> list[int]:
 def differ(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """True if the options of two groups do."""
     return a is not b and (a.keys() != b.keys() or any(bool(a[key] != b[key]) for key in a))
+
+
+def scheduler_state(scheduler: Any) -> Notes:
+    """Notes on a schedule."""
+    return {"scheduler": scheduler.state_dict(), "scheduler class": type(scheduler).__name__}
+
+
+def check_scheduler(scheduler: Any, notes: Notes) -> None:
+    """Refuse the state of another kind of schedule, of which this one would take nothing, and begin anew.
+
+    Raises:
+        CheckpointError: it is; where the checkpoint says of which kind it is, as earlier ones do not.
+    """
+    saved, here = notes.get("scheduler class", type(scheduler).__name__), type(scheduler).__name__
+    if saved != here:
+        raise CheckpointError(
+            f"the checkpoint holds the state of the schedule {saved}, and the schedule here is {here}; use the same, or load it without the schedule's state"
+        )
 
 
 def regrouped(state: Any, groups: list[int], before: int) -> Any:

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from axonn_tp.checkpoint.dealt import DealtNames
 from axonn_tp.checkpoint.files import CheckpointError
 from axonn_tp.checkpoint.planner import Place, Shard
 from axonn_tp.checkpoint.ranks import Ranks
@@ -65,12 +66,13 @@ def export_safetensors(
     ranks = Ranks(mesh)
 
     def kinds() -> dict[str, Kind]:
-        shards, notes = model_state(model)
-        found = {
-            name.removeprefix("model."): _kind(s.layout.serial_shape, s.tensor.dtype, dtype)
-            for name, s in shards.items()
-        }
-        return found | {name: found[known] for name, known in notes["aliases"].items()}
+        (shards, notes), names, found = model_state(model), DealtNames(model), dict[str, Kind]()
+        plain = {name.removeprefix("model."): shard for name, shard in shards.items()}
+        for name, known in ({name: name for name in plain} | notes["aliases"]).items():
+            layout, kind = plain[known].layout, plain[known].tensor.dtype
+            for home in range(layout.homes(layout.grid or ranks.place.grid)):
+                found[names.outward(name, home)] = _kind(layout.serial_shape, kind, dtype)
+        return found
 
     header = ranks.together(lambda: _header(kinds()))
     tensors, problem = whole_tensors(model, mesh, dtype), None
@@ -192,13 +194,15 @@ def import_safetensors(model: nn.Module, mesh: Mesh | None, file: str | os.PathL
         CheckpointError: names the tensor that is missing, unknown, or of another shape; the same on every rank.
     """
     ranks = Ranks(mesh)
-    shards, notes = model_state(model)
-    shards = {name.removeprefix("model."): shard for name, shard in shards.items()}
-    ranks.together(lambda: _import(shards, notes["aliases"], ranks.place, Path(file)))
+    (shards, notes), names = model_state(model), DealtNames(model)
+    shards = {names.outward(name.removeprefix("model.")): shard for name, shard in shards.items()}
+    aliases = {names.outward(name): names.outward(known) for name, known in notes["aliases"].items()}
+    everyones = set().union(*ranks.gather({*shards, *aliases})) if names else {*shards, *aliases}
+    ranks.together(lambda: _import(shards, aliases, everyones, ranks.place, Path(file)))
 
 
 @torch.no_grad()
-def _import(shards: Shards, aliases: dict[str, str], place: Place, file: Path) -> None:
+def _import(shards: Shards, aliases: dict[str, str], everyones: set[str], place: Place, file: Path) -> None:
     try:
         opened = safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
@@ -215,7 +219,7 @@ def _import(shards: Shards, aliases: dict[str, str], place: Place, file: Path) -
                 raise CheckpointError(
                     f"{name} has shape {shape} in {file} and {shard.layout.serial_shape} here; import it into the model that it is of"
                 )
-        for name in names - shards.keys() - aliases.keys():
+        for name in names - everyones:
             raise CheckpointError(f"{file} has {name}, which the model has not; import it into the model that it is of")
         for other, known in aliases.items():
             if {other, known} <= names and not _equal(stored, other, known):

@@ -47,6 +47,11 @@ def model_state(model: nn.Module) -> tuple[Shards, Notes]:
     return shards, {"aliases": aliases, "modules": modules}
 
 
+def is_frozen(value: Any) -> bool:
+    """True for a parameter that is not trained."""
+    return isinstance(value, nn.Parameter) and not value.requires_grad
+
+
 def restore_modules(model: nn.Module, notes: Notes) -> None:
     """Give modules the state that is no tensor of theirs, as far as the model has them, and call their hooks of a `load_state_dict`."""
     modules = dict(model.named_modules())

@@ -7,6 +7,8 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import reduce
+from operator import and_
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,13 @@ from axonn_tp.checkpoint.dealt import DealtNames
 from axonn_tp.checkpoint.files import CheckpointError, SummingWriter
 from axonn_tp.checkpoint.merging import merged
 from axonn_tp.checkpoint.optimizer import (
+    check_scheduler,
     groups_of,
     matched_groups,
     optimizer_state,
     optimizer_targets,
     regrouped,
+    scheduler_state,
     whole_pieces,
 )
 from axonn_tp.checkpoint.planner import Place, RegionLoadPlanner, SavePlanner
@@ -88,7 +92,7 @@ def save(
             states, notes["optimizer"] = optimizer_state(optimizer, whole_pieces(model, optimizer))
             shards |= states
         if scheduler is not None:
-            notes["scheduler"] = scheduler.state_dict()
+            notes |= scheduler_state(scheduler)
         return shards, notes
 
     ranks, names = Ranks(mesh), DealtNames(model)
@@ -143,7 +147,16 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks, keep_last: int | None) -> None:
-    ranks.together(lambda: files.begin(folder), only=0)
+    mark = ranks.together(lambda: files.begin(folder), only=0)
+    try:
+        _fill(folder, mark, shards, notes, ranks, keep_last)
+    except CheckpointError:  # on all ranks, none of which writes any more
+        if ranks.rank == 0:
+            files.abandon(folder, mark)
+        raise
+
+
+def _fill(folder: Path, mark: str, shards: Shards, notes: Notes, ranks: Ranks, keep_last: int | None) -> None:
     # The planner drops what it read of a file when the next piece is asked for.
     unread = any(isinstance(shard.tensor, LazyTensor) for shard in shards.values())
     writer = SummingWriter(files.aside(folder), one_by_one=unread)
@@ -183,7 +196,7 @@ def _write(folder: Path, shards: Shards, notes: Notes, ranks: Ranks, keep_last: 
         state = {**notes, "tensors": tensors, "random": writers, "grid": asdict(ranks.place.grid)}
         torch.save(state, files.aside(folder) / files.STATE)
         flush(files.aside(folder) / files.STATE)
-        files.commit(folder, {name: pieces for sums, _ in gathered for name, pieces in sums.items()})
+        files.commit(folder, {name: pieces for sums, _ in gathered for name, pieces in sums.items()}, mark)
         if keep_last is not None:
             files.drop_old(folder, keep_last)
 
@@ -268,6 +281,8 @@ def load(
     """
     ranks, names = Ranks(mesh), DealtNames(model)
     reading = Reading(Path(folder), ranks)
+    if names:
+        require_takers(names, reading.notes, ranks)
     notes = names.notes(reading.notes, names.inward)
 
     def targets() -> tuple[Shards, Callable[[], None], Any]:
@@ -276,6 +291,7 @@ def load(
             states, hand_over = optimizer_targets(optimizer, whole_pieces(model, optimizer), notes)
             shards |= states
         if scheduler is not None:
+            check_scheduler(scheduler, notes)
             schedule = _schedule(model, optimizer, notes)
         return shards, hand_over, schedule
 
@@ -287,6 +303,27 @@ def load(
         scheduler.load_state_dict(schedule)
     reading.restore_random_state()
     return notes["extra"]
+
+
+def require_takers(names: DealtNames, notes: Notes, ranks: Ranks) -> None:
+    """Refuse weights of a checkpoint that no rank has, as of further experts or layers; each rank knows its own alone.
+
+    Args:
+        names: this rank's.
+        notes: of the checkpoint.
+        ranks: all that read it.
+
+    Raises:
+        CheckpointError: there are some; the same on every rank.
+    """
+    listed = sorted(name for name in notes["tensors"] if name.startswith("model."))
+    # A bit for each name, as there may be thousands of ranks.
+    lacking = sum(1 << number for number, name in enumerate(listed) if names.inward(name) is None)
+    if nobodys := reduce(and_, ranks.gather(lacking)):
+        first = listed[(nobodys & -nobodys).bit_length() - 1]
+        raise CheckpointError(
+            f"the checkpoint has {first}, which the model has not; load it into the model that was saved"
+        )
 
 
 def _schedule(model: nn.Module, optimizer: torch.optim.Optimizer | None, notes: Notes) -> Any:

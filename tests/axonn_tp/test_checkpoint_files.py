@@ -22,6 +22,7 @@ import samo
 from axonn_plugins.cluster.launch import RankFailed
 from axonn_tp import Mesh
 from axonn_tp.checkpoint import CheckpointError, files, latest, load, save
+from axonn_tp.checkpoint.optimizer import optimizer_state, optimizer_targets, whole_pieces
 from tests.distributed import run_ranks
 from tests.matrix import thorough
 
@@ -197,6 +198,19 @@ def test_what_others_put_into_a_folder_stays(tmp_path: Path) -> None:
             save(tmp_path / name, small(value), None)
             assert held(tmp_path / name) == value
     assert held(folder) == 2.0 and sorted(os.listdir(tmp_path)) == ["file", "link", "runs"]
+    assert (folder / "notes.txt").read_text() == "mine" and (folder / "step_1").is_dir()
+
+
+def test_a_link_to_a_checkpoint_is_not_counted(tmp_path: Path) -> None:
+    """As "last" that a script keeps: the marker of the one it led to was deleted through it."""
+    for step in range(1, 5):
+        save(tmp_path / f"step_{step}", small(float(step)), None, keep_last=3)
+        (tmp_path / "last").unlink(missing_ok=True)
+        (tmp_path / "last").symlink_to(f"step_{step}")
+    assert sorted(os.listdir(tmp_path)) == ["last", "step_2", "step_3", "step_4"]
+    save(tmp_path / "step_5", small(5.0), None, keep_last=2)
+    assert [held(tmp_path / name) for name in ("step_4", "step_5", "last")] == [4.0, 5.0, 4.0]
+    assert not (tmp_path / "step_3").exists()
 
 
 def test_folders_that_are_no_checkpoints_are_not_deleted(tmp_path: Path) -> None:
@@ -255,7 +269,7 @@ def test_a_failed_save_is_told_and_the_old_one_stays(tmp_path: Path, monkeypatch
             assert saving is not None
             saving.wait()
         monkeypatch.undo()
-        assert held(folder) == 1.0
+        assert held(folder) == 1.0 and os.listdir(tmp_path) == ["one"]  # the half one would keep the disk full
 
 
 def test_a_relative_folder_is_where_the_save_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,10 +285,28 @@ def test_a_relative_folder_is_where_the_save_began(tmp_path: Path, monkeypatch: 
 def test_files_that_another_rank_wrote_elsewhere_are_missed(tmp_path: Path) -> None:
     """As on a disk of its node: the checkpoint before was given up for one without them."""
     save(tmp_path / "one", small(1.0), None)
-    files.begin(tmp_path / "one")
+    mark = files.begin(tmp_path / "one")
     with pytest.raises(CheckpointError, match="the file __1_0.distcp of another rank is not there"):
-        files.commit(tmp_path / "one", {"__1_0.distcp": [(3, 5, "model.0.weight at (0, 0)")]})
+        files.commit(tmp_path / "one", {"__1_0.distcp": [(3, 5, "model.0.weight at (0, 0)")]}, mark)
     assert held(tmp_path / "one") == 1.0
+
+
+def test_two_that_write_one_folder_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As two runs, or every rank of DistributedDataParallel by itself: the one before gave its place to files of both."""
+    save(tmp_path / "one", small(1.0), None)
+    commit = files.commit
+
+    def behind_another(*given: Any) -> None:
+        monkeypatch.setattr(files, "commit", commit)
+        files.begin(tmp_path / "one")
+        commit(*given)
+
+    monkeypatch.setattr(files, "commit", behind_another)
+    with pytest.raises(CheckpointError, match="another process has begun to write it, too; give each run a folder"):
+        save(tmp_path / "one", small(2.0), None)
+    assert held(tmp_path / "one") == 1.0
+    save(tmp_path / "one", small(3.0), None)
+    assert held(tmp_path / "one") == 3.0 and "writer" not in os.listdir(tmp_path / "one")
 
 
 def test_adafactor_is_refused(tmp_path: Path) -> None:
@@ -327,3 +359,34 @@ def test_channels_last(tmp_path: Path) -> None:
     save(tmp_path / "one", saved, None)
     load(tmp_path / "one", other, None)
     assert torch.equal(saved.weight, other.weight) and other.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_numbers_of_a_state_go_to_the_device_of_their_parameter(tmp_path: Path) -> None:
+    """As the moments of a parameter without dims; steps stay on the CPU, as torch has them."""
+    saved, other = (torch.nn.ParameterList([nn.Parameter(torch.tensor(2.0))]) for _ in range(2))
+    for kind, numbers in ((torch.optim.AdamW, ("exp_avg", "exp_avg_sq")), (torch.optim.ASGD, ("eta", "mu", "ax"))):
+        optimizer = kind(saved.parameters())
+        saved[0].grad = torch.tensor(3.0)
+        optimizer.step()
+        pieces = whole_pieces(saved, optimizer)
+        shards, notes = optimizer_state(optimizer, pieces)
+        there = kind(other.to("meta").parameters())
+        _, hand_over = optimizer_targets(there, whole_pieces(other, there), {"optimizer": notes, "tensors": {}})
+        hand_over()
+        state = there.state[other[0]]
+        assert not shards and {key: state[key].device.type for key in numbers} == dict.fromkeys(numbers, "meta")
+        assert state["step"].device.type == "cpu" and state["step"] == 1
+
+
+def test_the_state_of_another_schedule_is_refused(tmp_path: Path) -> None:
+    """One began anew without a word: torch takes any state, and looks for none of its numbers."""
+    model = small(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    exponential = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    save(tmp_path / "one", model, None, optimizer, exponential)
+    other = torch.optim.lr_scheduler.LinearLR(torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(
+        CheckpointError, match="holds the state of the schedule ExponentialLR, and .* here is LinearLR; use the same"
+    ):
+        load(tmp_path / "one", model, None, None, other)
+    load(tmp_path / "one", model, None, None, torch.optim.lr_scheduler.ExponentialLR(other.optimizer, 0.1))

@@ -185,6 +185,26 @@ def halves(folder: str) -> list[str]:
     return [key for key in wanted if not torch.equal(found[key].cpu(), wanted[key].cpu())] + ["weights"] * (not same)
 
 
+def rolled_back(folder: str) -> list[list[float]]:
+    """Weights behind a step that follows a checkpoint, and behind one that goes back to it from within another step."""
+    found = []
+    for stage in (0, 1, 2):
+        torch.manual_seed(stage)
+        model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        run = compose(model, adamw, grid(gz=2), stage=stage)
+        rows = torch.randn(8, 3, generator=torch.Generator().manual_seed(stage), dtype=torch.float64)
+        run.save(f"{folder}/{stage}")
+        for spoiled in (False, True):
+            run.load(f"{folder}/{stage}")
+            if spoiled:
+                run.backward(run.model(run.mesh.shard_batch(rows * 1e3)).square().mean())
+                run.load(f"{folder}/{stage}")
+            run.backward(run.model(run.mesh.shard_batch(rows)).square().mean())
+            run.step()
+            found.append([value for one in run.model.parameters() for value in one.flatten().tolist()])
+    return found
+
+
 def regrown(folder: str) -> list[list[float]]:
     """A regrowth that gradients without an end have put off is made behind the checkpoint."""
     regrow = {"interval": 2, "end_step": 9, "fraction": 0.5}
@@ -225,10 +245,12 @@ def refused(folder: str) -> dict[str, Any]:
     sgd = compose(built(case), partial(torch.optim.SGD, lr=1.0), case.block)
     wider = compose(nn.Linear(3, 3).double(), adamw, {})
     scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1.0)
+    run.save(f"{folder}/four", torch.optim.lr_scheduler.ConstantLR(run.optimizer, 1.0))
     found = {
         "another optimizer": attempt(sgd.load, f"{folder}/one"),
         "another model": attempt(wider.load, f"{folder}/one"),
         "no scheduler": attempt(run.load, f"{folder}/one", scheduler),
+        "another scheduler": attempt(run.load, f"{folder}/four", scheduler),
         "nothing there": attempt(run.load, f"{folder}/two"),
         "keeps none": attempt(partial(run.save, f"{folder}/one", keep_last=0)),
         "the current folder": attempt(run.save, ""),
@@ -251,7 +273,7 @@ def refused(folder: str) -> dict[str, Any]:
 def everything(folder: str, moves: dict[str, tuple[Case, Case]]) -> dict[str, Any]:
     ready(staged=False)
     found = {name: attempt(moved, f"{folder}/{name}", *longer(*pair)) for name, pair in moves.items()}
-    for function in (under_deepspeed, schedules, dense, halves, regrown, snipped, refused):
+    for function in (under_deepspeed, schedules, dense, halves, rolled_back, regrown, snipped, refused):
         found[function.__name__] = attempt(function, f"{folder}/{function.__name__}")
     return found
 
@@ -304,6 +326,13 @@ def test_a_pruned_one_is_read_dense_and_by_torch(ranks: list[dict[str, Any]]) ->
             assert ours == pytest.approx(theirs, rel=CLOSE)
 
 
+def test_gradients_of_before_a_load_are_forgotten(ranks: list[dict[str, Any]]) -> None:
+    """They are of other weights than those that were read."""
+    for rank in ranks:
+        found = rank["rolled_back"]
+        assert len(found) == 6 and found[::2] == found[1::2]
+
+
 def test_a_regrowth_that_was_put_off_is_made(ranks: list[dict[str, Any]]) -> None:
     wanted, resumed = of(ranks, "regrown")
     assert resumed == pytest.approx(wanted, rel=CLOSE)
@@ -324,6 +353,7 @@ def test_float32_weights_go_on_bit_by_bit(ranks: list[dict[str, Any]]) -> None:
         ("another optimizer", ["AdamW", "SGD", "use the same"]),
         ("another model", ["model.weight"]),
         ("no scheduler", ["without a scheduler"]),
+        ("another scheduler", ["ConstantLR", "LambdaLR", "use the same"]),
         ("nothing there", ["does not exist"]),
         ("keeps none", ["keep_last = 0"]),
         ("the current folder", ["would take the place of the folder that the process runs in"]),

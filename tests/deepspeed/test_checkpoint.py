@@ -15,6 +15,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from axonn_plugins.cluster.launch import RankFailed
+from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.common import complete
 from axonn_plugins.optim.flat import FlatOptimizer
 from axonn_tp import layout_of
@@ -194,6 +195,63 @@ def test_a_tag_with_spaces_around_it_is_the_latest(tmp_path: Path) -> None:
     (tmp_path / " one .incomplete").mkdir()
     complete._rename(tmp_path, " one ", sums.sums_of([], []), True)
     assert complete._chosen(tmp_path, None) == " one "
+
+
+def test_a_first_save_beside_stock_ones_was_killed(tmp_path: Path) -> None:
+    """Before the name in ``latest`` changed: no start went on, as if the file were damaged."""
+    for name, file in (("stock", "mp_rank_00_model_states.pt"), ("ours", "axonn_latest")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+    (tmp_path / "latest").write_text("stock")
+    with pytest.raises(
+        ConfigError, match="latest names 'stock' and the checkpoint that was saved as the latest is ours"
+    ):
+        complete._chosen(tmp_path, None)
+    (tmp_path / "latest.incomplete").write_text("ours")
+    assert complete._chosen(tmp_path, None) == "ours"
+    (tmp_path / "latest").write_text("stick")
+    with pytest.raises(ConfigError, match="so it is damaged or was changed"):
+        complete._chosen(tmp_path, None)
+
+
+def without_frozen(folder: str) -> dict[str, Any]:
+    """A run of which a layer is not trained, and one that goes on from its checkpoint without that layer."""
+    run = case("gx2gz2", stage=1)
+
+    def built() -> Any:
+        model = run.model()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".0." not in name)
+        return model
+
+    engine = start(run, built())
+    train(engine, run.batches()[:AT])
+    engine.save_checkpoint(folder, "one", exclude_frozen_parameters=True)
+    expected, model = train(engine, run.batches()[AT:]), built()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * parameter.requires_grad)
+    again = start(run, model)
+    told = attempt(again.load_checkpoint, folder)
+    again.load_checkpoint(folder, load_module_strict=False)
+    tensors = torch.load(Path(folder) / "one" / "axonn" / "state.pt", weights_only=False)["tensors"]
+    kept = {name: f"model.{name}" in tensors for name, _ in model.named_parameters()}
+    wrong = [name for name, parameter in model.named_parameters() if kept[name] != parameter.requires_grad]
+    return {
+        "told": told,
+        "wrong": wrong,
+        "left": len(kept) - sum(kept.values()),
+        "runs": (expected, train(again, run.batches()[AT:])),
+    }
+
+
+def test_frozen_parameters_are_left_out(tmp_path: Path) -> None:
+    for found in run_ranks(without_frozen, 4, str(tmp_path)):
+        assert (
+            "ConfigError: the checkpoint was saved with exclude_frozen_parameters = True; pass load_module"
+            in found["told"]
+        )
+        assert found["left"] > 3 and not found["wrong"] and found["runs"][0] == found["runs"][1]
 
 
 def variant(name: str, stage: int, grid: str) -> Case:

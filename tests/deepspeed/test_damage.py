@@ -135,6 +135,8 @@ def looked(path: str, folder: Path) -> dict[str, Any]:
         if file.is_file() and file.name != "axonn_latest"  # empty
     }
     answers["full"] = with_full_disk(partial(told, engine.save_checkpoint, str(folder), "two"))
+    dist.barrier()
+    answers["left"] = sorted(entry.name for entry in folder.iterdir())
     answers["in the end"] = load()
     return answers
 
@@ -199,11 +201,12 @@ def agreed(ranks: list[dict[str, Any]], part: str, case: str) -> str:
 
 @pytest.mark.parametrize("path", names(PATHS, EVERY_RUN))
 def test_every_file(path: str, ranks: list[dict[str, Any]]) -> None:
-    files = [name for name in ranks[0][path] if name not in ("full", "in the end")]
+    files = [name for name in ranks[0][path] if name not in ("full", "left", "in the end")]
     assert len(files) > 4
     # What is split is in no file of DeepSpeed's.
     assert "tensor" in path or "cannot be written (No space left on device); make room" in agreed(ranks, path, "full")
     assert agreed(ranks, path, "in the end") == "loaded"
+    assert not [name for rank in ranks for name in rank[path]["left"] if "incomplete" in name]
     for name in files:
         answer = agreed(ranks, path, name)
         assert Path(name).name in answer, f"{name}: {answer}"

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers.trainer_utils import get_last_checkpoint
 
 from axonn_plugins.cluster.launch import launch
 from axonn_plugins.hosts.deepspeed import elastic
@@ -47,7 +46,7 @@ def trained(folder: Path, steps: int) -> list[float] | str:
             report_to=[],
             disable_tqdm=True,
         )
-        last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+        last = elastic.last_checkpoint(folder)
         used = transformers.Trainer(model, arguments, train_dataset=Sentences(30), data_collator=padded)
         used.train(resume_from_checkpoint=last)
         return [entry["loss"] for entry in used.state.log_history if "loss" in entry]
@@ -63,4 +62,26 @@ def test_a_run_goes_on_with_the_ranks_that_are_left(tmp_path: Path) -> None:
     # No grid of three divides a batch of 4 and 4 heads; after step 4 a rank is lost.
     first = launch(trained, 3, tmp_path / "run", 4)
     assert first[2] == "spare, 0" and first[0] == first[1] == pytest.approx(whole[:4], abs=ROUNDING)
+    (tmp_path / "run" / "checkpoint-6" / "global_step6.incomplete").mkdir(
+        parents=True
+    )  # and another one as it is saved
     assert launch(trained, 1, tmp_path / "run", STEPS)[0] == pytest.approx(whole, abs=ROUNDING)
+
+
+def test_a_checkpoint_that_was_not_saved_to_its_end_is_passed_over(tmp_path: Path) -> None:
+    """A rank was lost before the engine's files had their name, before the Trainer's state was written, or while it was."""
+    assert elastic.last_checkpoint(tmp_path) is None and elastic.last_checkpoint(tmp_path / "none") is None
+    for number, latest, state in (
+        (8, "global_step8", "{}"),
+        (10, "global_step10", "{}"),
+        (12, "", "{}"),
+        (14, "global_step14", ""),
+        (16, "global_step16", '{"a'),
+    ):
+        folder = tmp_path / f"checkpoint-{number}"
+        folder.mkdir()
+        for name, text in (("latest", latest), ("trainer_state.json", state)):
+            if text:
+                (folder / name).write_text(text)
+    (tmp_path / "checkpoint-final").mkdir()
+    assert elastic.last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import functools
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,12 +141,29 @@ def test_as_one_process_and_resumed_on_other_grids(tmp_path: Path, grids: dict[i
     same(train("auto", resume=tmp_path / "4-0"), wanted, steps=2)
 
 
+def half_a_file(*given: Any, **named: Any) -> None:
+    Path(given[1]).write_text("half")
+    raise OSError(errno.ENOSPC, "No space left on device", str(given[1]))
+
+
+def saved_or_told(folder: Path) -> list[str]:
+    """What each rank hears where rank 0 alone writes, and cannot."""
+    path, full, said = folder / "a.ckpt", TorchCheckpointIO(), []
+    files.save_file(full, {"a": 1}, path)
+    files.save_file(full, {"a": 2}, path)
+    full.save_checkpoint = half_a_file
+    for io, content in ((TorchCheckpointIO(), lambda: 1), (full, 3)):
+        with pytest.raises(ConfigError) as told:
+            files.save_file(io, {"a": content}, path)
+        said.append(str(told.value))
+    return said
+
+
 def test_a_file_is_complete_or_absent(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    files.save_file(TorchCheckpointIO(), {"a": 1}, path)
-    with pytest.raises(Exception, match="lambda"):
-        files.save_file(TorchCheckpointIO(), {"a": lambda: 1}, path)
-    assert torch.load(path) == {"a": 1}
+    first, second = run_ranks(saved_or_told, 2, tmp_path)
+    assert first == second and "lambda" in first[0]
+    assert "a.ckpt" in first[1] and "No space left on device; give another, or make room for it" in first[1]
+    assert torch.load(tmp_path / "a.ckpt") == {"a": 2} and os.listdir(tmp_path) == ["a.ckpt"]
 
 
 def refusals() -> list[str]:

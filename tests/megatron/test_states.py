@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from axonn_plugins.samo.gradients import FirstGradients
 from tests.megatron.harness import run
 from tests.megatron.test_own_system import NOISE, SCRIPT, apart
 from tests.megatron.test_pretrain import HYBRID, flags, needs_script, stock, with_doubles
@@ -212,14 +214,46 @@ def test_a_regrowth_that_is_owed_when_a_checkpoint_is_written_is_made_behind_it(
     alone = Namespace(get_world_size=lambda: 1, all_gather_object=lambda every, mine: every.__setitem__(0, mine))
     monkeypatch.setattr(states_checkpoint, "dist", alone)
     pruning = Namespace(pruned=True, owed=True, masks=lambda optimizer: {}, search_state=lambda: ([], None))
-    optimizer: Any = Namespace(
-        composition=Namespace(pruning=pruning), optimizer=Namespace(load_state_dict=repr), get_parameters=list
-    )
-    optimizer.config, optimizer.param_groups, optimizer.grad_scaler = Namespace(optimizer="adam"), [], None
+    pruning.first_gradients, optimizer = None, _around(pruning)
     notes, _ = states_checkpoint._masks(optimizer)
     pruning.owed = False
     states_checkpoint.take(optimizer, {"optimizer": {"state": {}}, states_checkpoint.NOTES: notes})
     assert pruning.owed
+
+
+def test_first_gradients_of_before_a_checkpoint_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of `snip` over several batches: a run that went on began to gather anew, and was pruned later and by others."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    from axonn_plugins.hosts.megatron import states_checkpoint
+
+    alone = Namespace(get_world_size=lambda: 1, all_gather_object=lambda every, mine: every.__setitem__(0, mine))
+    monkeypatch.setattr(states_checkpoint, "dist", alone)
+    weights = {name: nn.Parameter(torch.rand(3, 5, dtype=torch.float64)) for name in ("first", "without any")}
+    before, after = (FirstGradients(weights, 3) for _ in range(2))
+    before.go_on(2, {"first": torch.randn(3, 5, dtype=torch.float64)})
+    pruning = Namespace(pruned=False, owed=False, first_gradients=before, search_state=lambda: ([], None))
+    pruning.resume_search, optimizer = lambda *given: None, _around(pruning, weights)
+    notes, found = states_checkpoint._masks(optimizer)
+    parts = {
+        key: {n: states_checkpoint._part(found, key, *one) for n, one in enumerate(weights.items())}
+        for key in notes["names"]
+    }
+    pruning.first_gradients = after
+    saved = {"optimizer": {"state": {}}, states_checkpoint.NOTES: notes, states_checkpoint._MASKS: parts}
+    states_checkpoint.take(optimizer, saved)
+    assert after.taken == 2 and not after.complete
+    sums = [first.so_far(optimizer.optimizer) for first in (before, after)]
+    assert sums[1].keys() == {"first"} and torch.equal(sums[0]["first"], sums[1]["first"])
+
+
+def _around(pruning: Any, weights: dict[str, nn.Parameter] | None = None) -> Any:
+    """What a checkpoint asks of an optimizer that has pruned."""
+    named, held = weights or {}, Namespace(load_state_dict=repr, stage=0)
+    host = Namespace(serial_names=lambda: {parameter: name for name, parameter in named.items()})
+    return Namespace(
+        **{"composition": Namespace(pruning=pruning), "optimizer": held, "host": host, "grad_scaler": None},
+        **{"get_parameters": lambda: [*named.values()], "config": Namespace(optimizer="adam"), "param_groups": []},
+    )
 
 
 def _bare() -> Any:

@@ -104,6 +104,7 @@ def runs(folder: str, half: str) -> dict[str, Any]:
     found["groups"] = [goes_on_by_groups(folder, last) for last in (False, True)]
     found["losses"] = [goes_on_with_its_loss(folder, tensor) for tensor in (split(gz=2), None)]
     found["mistakes"] = {name: said(wrong) for name, wrong in MISTAKES.items()}
+    found["mistakes"]["fewer layers"] = loaded_into_fewer_layers(folder)
     found["mistakes"]["penalty"] = said_of_a_penalty(lambda weight: weight.norm())
     found["mistakes"]["sum"] = said_of_a_penalty(lambda weight: weight.square().sum())
     return found
@@ -123,6 +124,23 @@ def said_of_a_penalty(of: Callable[[Tensor], Tensor]) -> str:
     except StageLost as error:
         return str(error)
     return "trained"
+
+
+def loaded_into_fewer_layers(folder: str) -> str:
+    """The refusal of a checkpoint of six equal layers, where this run has four."""
+    said = ""
+    for layers in (6, 4):
+        case = Case(lambda count=layers: plain(count), dtype="fp32", tensor=split(gz=2))
+        engine = start(case)
+        if layers == 6:
+            engine.save_checkpoint(folder, tag="layers")
+        else:
+            with pytest.raises(ConfigError) as refused:
+                engine.load_checkpoint(folder, tag="layers", load_optimizer_states=False)
+            engine.load_checkpoint(folder, tag="layers", load_optimizer_states=False, load_module_strict=False)
+            said = str(refused.value)
+        engine.destroy()
+    return said
 
 
 def groups_by_stage(last: bool) -> Any:
@@ -229,6 +247,7 @@ WORDS = {
     "no parameters": ("stage 1 of the PipelineModule has no parameters", "use fewer stages"),
     "model axis": ("a model axis of 4", "gx*gy = 2"),
     "penalty": ("axonn.tensor_parallel: the loss reads 3.up.weight outside of its layer",),
+    "fewer layers": ("the checkpoint has model.4.", "which the model has not; load it into the model that was saved"),
     "sum": ("axonn.tensor_parallel: loss_fn adds up 3.up.weight", "with this rank's part of that sum alone"),
 }
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from axonn_plugins.config import Ted
 from axonn_plugins.hosts.deepspeed.ted.on_mesh import split_with_experts
 from axonn_tp import Grid, Mesh, sync_gradients
+from axonn_tp.checkpoint import CheckpointError, export_safetensors, import_safetensors
 from axonn_tp.checkpoint.dealt import still_here
 from axonn_tp.layers.loss_watch import LossWatch, OfExperts
 from ted_moe.adapters import find, splittable
@@ -22,12 +26,12 @@ from tests.ted_moe.listed import FEATURES, LISTED, Gated, Itself, Parallel, mixe
 from tests.ted_moe.mixtures import COVERING, LAYOUTS, before_ranks, difference, mixture
 
 
-def differences(kind: str, layouts: list[str]) -> tuple[dict[str, tuple[float, float]], list[str]]:
+def differences(kind: str, layouts: list[str], folder: str) -> tuple[dict[str, tuple[float, float]], list[str]]:
     found = {layout: difference(kind, *LAYOUTS[layout]) for layout in layouts}
-    return found, loaded_and_given(kind) + used_by_scripts()
+    return found, loaded_and_given(kind, f"{folder}/{kind}.safetensors") + used_by_scripts()
 
 
-def loaded_and_given(kind: str) -> list[str]:
+def loaded_and_given(kind: str, file: str) -> list[str]:
     """Faults of `state_dict` and `load_state_dict` where experts are over two ranks and split over two."""
     model, whole = mixture(kind), {name: torch.rand_like(value) for name, value in mixture(kind).state_dict().items()}
     given = list(model.parameters())
@@ -38,6 +42,7 @@ def loaded_and_given(kind: str) -> list[str]:
         model.load_state_dict(whole, assign=assign)
         again = model.state_dict()
         faults += [name for name in whole if name not in again or not torch.equal(again[name], whole[name])]
+    faults += by_file(model, mesh, whole, file)
     faults += (
         []
         if all(hasattr(p, "axonn_layout") for name, p in model.named_parameters() if ".experts." in name)
@@ -52,6 +57,28 @@ def loaded_and_given(kind: str) -> list[str]:
     faults += [name for name in (*missing, *other) if name not in str(said.value)]
     mesh.destroy()
     return faults
+
+
+def by_file(model: nn.Module, mesh: Mesh, whole: dict[str, Tensor], file: str) -> list[str]:
+    """Faults of a file that all ranks write and read, which has every rank's experts, and of one that lacks some."""
+    export_safetensors(model, mesh, file)
+    written = load_file(file)
+    faults = [
+        f"{name} in the file" for name in whole if name not in written or not torch.equal(written[name], whole[name])
+    ]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    import_safetensors(model, mesh, file)
+    again = model.state_dict()
+    faults += [f"{name} from the file" for name in whole if not torch.equal(again[name], whole[name])]
+    odd = next(name for name in whole if ".experts." in name and ".3." in name)
+    if dist.get_rank() == 0:
+        save_file(written | {odd.replace(".3.", ".9."): whole[odd]}, file)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"\.9\..*, which the model has not"):
+        import_safetensors(model, mesh, file)
+    return faults + [f"{name} besides" for name in written.keys() - whole.keys()]
 
 
 class Dimmed(Gated):
@@ -151,9 +178,9 @@ def used_by_scripts() -> list[str]:
         pytest.param("experts with norms", tuple(LAYOUTS), marks=pytest.mark.families),
     ],
 )
-def test_layouts_equal_one_process(kind: str, layouts: tuple[str, ...]) -> None:
+def test_layouts_equal_one_process(kind: str, layouts: tuple[str, ...], tmp_path: Path) -> None:
     before_ranks(kind, layouts)
-    for found, faults in run_ranks(differences, 4, kind, list(layouts)):
+    for found, faults in run_ranks(differences, 4, kind, list(layouts), str(tmp_path)):
         assert len(found) == len(layouts) and not faults
         assert not {layout: far for layout, far in found.items() if max(far) > 1e-10}
 

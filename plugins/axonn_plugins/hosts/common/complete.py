@@ -179,11 +179,9 @@ def _chosen(folder: Path, tag: str | None) -> str | None:
         latest, marked = folder / _LATEST, _marked(folder)
         if not latest.is_file() and not marked:
             return None
-        note = folder / f"{_LATEST}{_ASIDE}"
-        if not latest.is_file() and note.is_file() and note.read_text(errors="replace") in marked:
-            latest = note  # the first save was killed between the two names
-        tag = latest.read_text(errors="replace") if latest.is_file() else ""
-        tag = tag if tag in marked else tag.strip()
+        note, tag = folder / f"{_LATEST}{_ASIDE}", _named_in(latest, marked)
+        if (not latest.is_file() or _is_strange(folder / tag)) and note.is_file() and _named_in(note, marked) in marked:
+            tag = _named_in(note, marked)  # the first save was killed between the two names
         if marked and tag not in marked:
             raise ConfigError(
                 f"{latest} names {tag!r} and the checkpoint that was saved as the latest is {min(marked)}, so it is damaged or was changed; pass "
@@ -194,6 +192,16 @@ def _chosen(folder: Path, tag: str | None) -> str | None:
         if (folder / name).is_dir() and name:
             return name
     raise ConfigError(f"{folder} has no checkpoint {tag!r}; correct the folder or the tag: {_in_words(_tags(folder))}")
+
+
+def _named_in(file: Path, marked: set[str]) -> str:
+    tag = file.read_text(errors="replace") if file.is_file() else ""
+    return tag if tag in marked else tag.strip()
+
+
+def _is_strange(folder: Path) -> bool:
+    """True if it is a stock engine's, of which no mark says that it is the latest."""
+    return _is_one(folder) and not (folder / MARKER).is_file()
 
 
 def files_in(folder: Path) -> Path:

@@ -114,6 +114,8 @@ class OwnState:
 
     def take_masks(self, reading: Any) -> None:
         """Prune as the checkpoint is, which may be dense; every rank calls it."""
+        # Gradients that no step has consumed are of other weights.
+        self._states.zero_grad()
         pruning, saved = self._pruning, reading.notes.get("samo") or {"pruned": False, "search": None}
         if pruning is None:
             return
@@ -143,8 +145,6 @@ class OwnState:
             pruning.resume_search(saved["search"], read)
             if pruning.first_gradients is not None and saved.get("taken"):
                 pruning.first_gradients.go_on(saved["taken"], numbers(_SUM))
-        # Gradients that no step has consumed are of other weights.
-        self._states.zero_grad()
         self._states.prune(masks)
 
     def make_masters(self, notes: Notes) -> None:

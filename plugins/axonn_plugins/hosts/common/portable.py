@@ -14,21 +14,31 @@ import torch
 from torch import nn
 
 from axonn_tp import Mesh
-from axonn_tp.checkpoint import Saving, files
+from axonn_tp.checkpoint import CheckpointError, Saving, files
 from axonn_tp.checkpoint.dealt import DealtNames
 from axonn_tp.checkpoint.merging import merged
 from axonn_tp.checkpoint.optimizer import (
     Pieces,
+    check_scheduler,
     groups_of,
     matched_groups,
     optimizer_state,
     optimizer_targets,
     regrouped,
+    scheduler_state,
     whole_pieces,
 )
 from axonn_tp.checkpoint.ranks import Ranks
-from axonn_tp.checkpoint.state import Notes, Shards, check_tensors, model_state, model_targets, restore_modules
-from axonn_tp.checkpoint.training import write
+from axonn_tp.checkpoint.state import (
+    Notes,
+    Shards,
+    check_tensors,
+    is_frozen,
+    model_state,
+    model_targets,
+    restore_modules,
+)
+from axonn_tp.checkpoint.training import require_takers, write
 
 if TYPE_CHECKING:
     from axonn_plugins.hosts.common.composition import Composition
@@ -113,14 +123,18 @@ class PortableState(ABC):
         held = {} if self.own is None else self.own.masters
         return {f"optimizer.{name}.master": shard for name, shard in held.items()}
 
-    def collect(self, extra: Any) -> tuple[Shards, Notes]:
+    def collect(self, extra: Any, frozen: bool = True) -> tuple[Shards, Notes]:
         """Collect this rank's part.
+
+        Args:
+            extra: what else is kept.
+            frozen: with parameters that are not trained.
 
         Raises:
             CheckpointError: the optimizer's states cannot be split anew; the same on every rank.
         """
         pieces = self.pieces if self.own is None else self.own.collect()
-        shards, notes = self.ranks.together(lambda: self._collect(extra, pieces))
+        shards, notes = self.ranks.together(lambda: self._collect(extra, pieces, frozen))
         if self.names is not None:
             notes = merged(self.ranks.gather(self.names.notes(notes, self.names.outward)))
         shards = self._outward(shards)
@@ -133,14 +147,17 @@ class PortableState(ABC):
     def _outward(self, shards: Shards) -> Shards:
         return shards if self.names is None else {self.names.outward(name): shard for name, shard in shards.items()}
 
-    def _collect(self, extra: Any, pieces: Pieces) -> tuple[Shards, Notes]:
+    def _collect(self, extra: Any, pieces: Pieces, frozen: bool) -> tuple[Shards, Notes]:
         shards, model = model_state(self.module)
-        notes: Notes = {"model": model, "extra": extra, "counters": self.counters()}
+        if not frozen:
+            shards = {name: shard for name, shard in shards.items() if not is_frozen(shard.tensor)}
+            model["aliases"] = {name: known for name, known in model["aliases"].items() if f"model.{known}" in shards}
+        notes: Notes = {"model": model, "extra": extra, "counters": self.counters(), "frozen": frozen}
         if self.optimizer is not None:
             states, notes["optimizer"] = optimizer_state(self.optimizer, pieces)
             shards |= states | self._wide_masters()
         if self.scheduler is not None:
-            notes["scheduler"] = self.scheduler.state_dict()
+            notes |= scheduler_state(self.scheduler)
         notes["data"] = {name: part.state_dict() for name, part in self.parts().items()}
         return shards, notes | self.scale()
 
@@ -170,6 +187,8 @@ class PortableState(ABC):
         """
         notes, states = reading.notes, states and self.optimizer is not None
         if self.names is not None:
+            if strict:
+                require_takers(self.names, notes, self.ranks)
             notes = self.names.notes(notes, self.names.inward)
         shards, hand_over = self.ranks.together(lambda: self._targets(notes, states, strict))
         schedule = schedule and self.scheduler is not None and "scheduler" in notes
@@ -196,6 +215,10 @@ class PortableState(ABC):
 
     def _targets(self, notes: Notes, states: bool, strict: bool) -> tuple[Shards, Callable[[], None]]:
         # Weights alone may be of another type.
+        if strict and not notes.get("frozen", True):
+            raise CheckpointError(
+                "the checkpoint was saved with exclude_frozen_parameters = True; pass load_module_strict=False, which leaves frozen parameters as they are"
+            )
         shards = model_targets(self.module, notes, strict, converted=not states)
         if not states:
             return shards, lambda: None
@@ -208,6 +231,7 @@ class PortableState(ABC):
         return shards | moments | masters, hand_over
 
     def _schedule(self, notes: Notes, states: bool) -> Any:
+        check_scheduler(self.scheduler, notes)
         if self.optimizer is None or "optimizer" not in notes:
             return notes["scheduler"]
         saved, here = notes["optimizer"]["groups"], groups_of(self.optimizer, self.pieces)

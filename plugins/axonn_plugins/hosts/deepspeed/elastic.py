@@ -16,7 +16,7 @@ The Trainer of transformers deals out samples itself, and finds its place among 
 
     config = elastic.join("ds_config.json", model)  # before TrainingArguments
     trainer = Trainer(model, TrainingArguments(folder, deepspeed=config, ...), ...)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(folder))
+    trainer.train(resume_from_checkpoint=elastic.last_checkpoint(folder))
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -118,6 +119,26 @@ def usable(raw: Mapping[str, Any], model: nn.Module, world: int) -> tuple[int, s
         f"axonn.tensor_parallel: none of 1 to {world} ranks can train with this configuration, for one because {why}; change it, or start more "
         "ranks: torchrun --nnodes MIN:MAX waits for MIN nodes"
     )
+
+
+def last_checkpoint(folder: str | os.PathLike) -> str | None:
+    """The Trainer's last checkpoint that is complete, for ``resume_from_checkpoint``; None where there is none.
+
+    transformers' own `get_last_checkpoint` also takes one in whose saving a rank was lost, with which no start could go on.
+
+    Args:
+        folder: the Trainer's ``output_dir``.
+    """
+    found = {}
+    for path in Path(folder).glob("checkpoint-*"):
+        number = path.name.removeprefix("checkpoint-")
+        try:
+            json.loads((path / "trainer_state.json").read_bytes())  # which the Trainer writes last
+        except (OSError, ValueError):
+            continue
+        if number.isdigit() and (path / "latest").is_file():
+            found[int(number)] = str(path)
+    return found[max(found)] if found else None
 
 
 def _refuse_shared_store() -> None:

@@ -143,9 +143,7 @@ class FabricStrategy(AxonnStrategy, ParallelStrategy):
             files.save_folder(self.broadcast(path), state, self.mesh, filter)
             return
         converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
-        if self.is_global_zero:
-            files.save_file(self.checkpoint_io, converted, path, storage_options)
-        self.barrier()
+        files.save_file(self.checkpoint_io, converted, path, storage_options)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None

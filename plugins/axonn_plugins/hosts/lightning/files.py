@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import nn
 from torch.optim import Optimizer
 
 from axonn_plugins.config import ConfigError
+from axonn_plugins.hosts.common.complete import everyone
 from axonn_tp import Mesh
 from axonn_tp.checkpoint import load, save
 from axonn_tp.checkpoint.files import MARKER
@@ -19,15 +22,28 @@ from axonn_tp.checkpoint.sums import flush
 
 
 def save_file(io: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-    """Write a file, complete or absent, in the place of one of that name; rank 0 calls it."""
-    if not isinstance(io, TorchCheckpointIO) or "://" in str(path):
-        io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-        return
-    aside = Path(f"{path}.incomplete")
-    io.save_checkpoint(checkpoint, aside, storage_options=storage_options)
-    flush(aside)
-    os.replace(aside, path)
-    flush(Path(path).parent)
+    """Write a file, complete or absent, in the place of one of that name; every rank calls it, and rank 0 writes.
+
+    Raises:
+        ConfigError: it cannot be written; the same on every rank.
+    """
+
+    def write() -> None:
+        if not isinstance(io, TorchCheckpointIO) or "://" in str(path):
+            io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            return
+        aside = Path(f"{path}.incomplete")
+        try:
+            io.save_checkpoint(checkpoint, aside, storage_options=storage_options)
+            flush(aside)
+            os.replace(aside, path)
+        except BaseException:
+            with suppress(OSError):
+                aside.unlink()  # a full disk needs its place
+            raise
+        flush(Path(path).parent)
+
+    everyone(lambda: None if dist.get_rank() else write())
 
 
 def is_folder(path: Any) -> bool:

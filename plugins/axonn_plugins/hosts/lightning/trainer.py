@@ -192,7 +192,7 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
         if self._sharded:
             optimizer = self._only_optimizer() if "optimizer_states" in checkpoint else None
             save(self.broadcast(filepath), self.lightning_module, self.mesh, optimizer, extra=checkpoint)
-        elif self.is_global_zero:
+        else:
             files.save_file(self.checkpoint_io, checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

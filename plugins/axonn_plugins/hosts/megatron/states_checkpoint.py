@@ -24,7 +24,7 @@ from axonn_plugins.samo.pruning import Masks
 if TYPE_CHECKING:
     from axonn_plugins.hosts.megatron.states_optimizer import StateOptimizer
 
-NOTES, _MASKS = "axonn_samo", "axonn_masks"
+NOTES, _MASKS, _SUM = "axonn_samo", "axonn_masks", "first"
 _MASTERS = "fp32_from_fp16_params"
 _KEYS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 _HALVES = (torch.bfloat16, torch.float16)
@@ -67,7 +67,7 @@ def sharded(optimizer: StateOptimizer, model: Any, is_loading: bool) -> dict[str
         found[NOTES] = notes
         found[_MASKS] = {
             key: {
-                n: make_sharded_optimizer_tensor(places[n], _mask(masks.get(key, {}), names.get(p), p), f"axonn.{key}")
+                n: make_sharded_optimizer_tensor(places[n], _part(masks, key, names.get(p), p), f"axonn.{key}")
                 for n, p in enumerate(parameters)
             }
             for key in notes["names"]
@@ -88,14 +88,15 @@ def _whole(state: Mapping[str, Tensor], key: str, parameter: nn.Parameter) -> Te
     return whole.view(parameter.shape)
 
 
-def _mask(masks: Masks, name: str | None, parameter: nn.Parameter) -> Tensor:
-    if name in masks:
-        return masks[name].to("cpu", torch.uint8)
-    return torch.zeros(parameter.shape, dtype=torch.uint8)
+def _part(masks: Mapping[str, Masks], key: str, name: str | None, parameter: nn.Parameter) -> Tensor:
+    """A parameter's mask, or sum of first gradients, zeros where it has none."""
+    dtype = torch.promote_types(parameter.dtype, torch.float32) if key == _SUM else torch.uint8
+    found = masks.get(key, {}).get(name or "")
+    return torch.zeros(parameter.shape, dtype=dtype) if found is None else found.to("cpu", dtype)
 
 
 def _masks(optimizer: StateOptimizer) -> tuple[dict[str, Any], dict[str, Masks]]:
-    """Masks and the state of a search: notes, the same on all ranks, and this rank's masks by key."""
+    """Masks, the state of a search and sums of first gradients: notes, the same on all ranks, and this rank's masks and sums by key."""
     pruning = optimizer.composition.pruning
     if pruning is None:
         return {}, {}
@@ -103,20 +104,27 @@ def _masks(optimizer: StateOptimizer) -> tuple[dict[str, Any], dict[str, Masks]]
     seen, search = pruning.search_state()
     for name, key, mask in seen:
         found.setdefault(key, {})[name] = mask
+    first, taken = pruning.first_gradients, 0
+    if first is not None and first.taken:
+        found[_SUM], taken = first.so_far(optimizer.optimizer), first.taken
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, {key: list(masks) for key, masks in found.items()})
     keys = sorted({key for one in everyone for key in one})
     names = {key: sorted({name for one in everyone for name in one.get(key, ())}) for key in keys}
-    return {"pruned": pruning.pruned, "search": search, "owed": pruning.owed, "names": names}, found
+    return {"pruned": pruning.pruned, "search": search, "owed": pruning.owed, "taken": taken, "names": names}, found
+
+
+def _read_parts(
+    optimizer: StateOptimizer, read: Mapping[str, Any], names: Mapping[nn.Parameter, str], key: str
+) -> Masks:
+    wanted, parts = read[NOTES]["names"].get(key, ()), read[_MASKS].get(key, {})
+    return {names[p]: parts[n].to(p.device) for n, p in enumerate(optimizer.get_parameters()) if names[p] in wanted}
 
 
 def _read_masks(
     optimizer: StateOptimizer, read: Mapping[str, Any], names: Mapping[nn.Parameter, str], key: str
 ) -> Masks:
-    wanted, parts = read[NOTES]["names"].get(key, ()), read[_MASKS].get(key, {})
-    return {
-        names[p]: parts[n].to(p.device).bool() for n, p in enumerate(optimizer.get_parameters()) if names[p] in wanted
-    }
+    return {name: part.bool() for name, part in _read_parts(optimizer, read, names, key).items()}
 
 
 def masks_in(optimizer: StateOptimizer, read: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> Masks | None:
@@ -155,3 +163,5 @@ def take(optimizer: StateOptimizer, read: Mapping[str, Any]) -> None:
         names = optimizer.host.serial_names()
         search = notes.get("search")
         pruning.resume_search(search, lambda key: _read_masks(optimizer, read, names, key))
+        if pruning.first_gradients is not None and notes.get("taken"):
+            pruning.first_gradients.go_on(notes["taken"], _read_parts(optimizer, read, names, _SUM))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from pickle import PickleError
 from typing import Any
 
@@ -24,20 +26,28 @@ class CheckedCheckpoints(DeepSpeedEngine):
         tag: str | None = None,
         client_state: dict | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
         **keywords: Any,
     ) -> bool:
         """DeepSpeed's files and ours, complete or absent; every rank calls it.
 
-        They are written aside with a checksum of every byte, then renamed; the name in ``latest`` changes last.
+        They are written aside with a checksum of every byte, then renamed; the name in ``latest`` changes last. Without frozen parameters, as
+        the Trainer saves models of PEFT, they are read by ``load_module_strict=False``.
 
         Raises:
             ConfigError: ranks name different folders or tags, or it cannot be written; the same on every rank.
         """
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         aside = begin(save_dir, tag)
-        with self._told_together():
-            self._write(save_dir, aside, client_state or {}, **keywords)
-        publish(save_dir, tag, save_latest)
+        keywords |= {"exclude_frozen_parameters": True} if exclude_frozen_parameters else {}
+        try:
+            with self._told_together():
+                self._write(save_dir, aside, client_state or {}, **keywords)
+            publish(save_dir, tag, save_latest)
+        except ConfigError:
+            if dist.get_rank() == 0:  # a full disk needs its place
+                shutil.rmtree(Path(save_dir) / aside, ignore_errors=True)
+            raise
         return True
 
     @contextmanager

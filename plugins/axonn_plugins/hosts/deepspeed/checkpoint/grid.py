@@ -35,7 +35,7 @@ class GridCheckpoints(OwnStates, PortableCheckpoints):
         if not self._splits:
             with self._as_without_block():
                 super()._write(save_dir, tag, client_state, **keywords)
-        self._write_portable(Path(save_dir) / tag, client_state)
+        self._write_portable(Path(save_dir) / tag, client_state, **keywords)
 
     @contextmanager
     def _as_without_block(self) -> Iterator[None]:

@@ -19,15 +19,23 @@ class PortableCheckpoints(CheckedCheckpoints):
     def _portable_state(self) -> EngineState:
         return EngineState(self)
 
-    def _write_portable(self, folder: Path, client_state: dict) -> EngineState:
+    def _write_portable(
+        self, folder: Path, client_state: dict, exclude_frozen_parameters: bool = False, **keywords: Any
+    ) -> EngineState:
         """Write them into a checkpoint's folder; returns what they hold.
+
+        Args:
+            folder: the checkpoint's.
+            client_state: the script's.
+            exclude_frozen_parameters: leave these out.
+            keywords: of DeepSpeed's `save_checkpoint`.
 
         Raises:
             ConfigError: the optimizer's states cannot be split anew; the same on every rank.
         """
         try:
             state = self._portable_state()
-            state.write(folder / PORTABLE, *state.collect(client_state))
+            state.write(folder / PORTABLE, *state.collect(client_state, not exclude_frozen_parameters))
         except CheckpointError as error:
             raise ConfigError(str(error)) from None
         return state

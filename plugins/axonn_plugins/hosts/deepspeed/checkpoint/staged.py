@@ -55,7 +55,7 @@ class StagedCheckpoints(OwnStates, PortableCheckpoints):
             with self._with_states(self.optimizer.state_dict() if alone else None):
                 super()._write(save_dir, tag, in_files, **keywords)
         if not alone:
-            self._write_portable(Path(save_dir) / tag, client_state)
+            self._write_portable(Path(save_dir) / tag, client_state, **keywords)
 
     @contextmanager
     def _with_states(self, states: dict[str, Any] | None) -> Iterator[None]:

@@ -26,6 +26,7 @@ from axonn_plugins.hosts.deepspeed.ted.layers import TedMoE
 from axonn_plugins.hosts.deepspeed.ted.on_mesh import experts_grid
 from axonn_tp import layout_of
 from axonn_tp.checkpoint.dealt import DealtNames
+from axonn_tp.checkpoint.state import is_frozen
 from axonn_tp.layers.exports import as_shards, whole_tensor
 from ted_moe import Groups
 from ted_moe.adapters import SpreadExperts
@@ -42,15 +43,15 @@ class TedCheckpoints(GridCheckpoints):
     def _write(self, save_dir: str, tag: str, client_state: dict, **keywords: Any) -> None:
         """Both kinds of files; of others' experts, which DeepSpeed without the block has no files of, those of the grid."""
         if self._of_models:
-            self._write_portable(Path(save_dir) / tag, client_state)
+            self._write_portable(Path(save_dir) / tag, client_state, **keywords)
             return
         folder = Path(save_dir) / tag
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        state = self._write_portable(folder, client_state)
+        state = self._write_portable(folder, client_state, **keywords)
         shapes = save_states(self, folder, folder / PORTABLE, state)
-        self._save_stock(folder, {**client_state, "param_shapes": shapes})
+        self._save_stock(folder, {**client_state, "param_shapes": shapes}, **keywords)
 
     @property
     def _of_models(self) -> bool:
@@ -70,10 +71,14 @@ class TedCheckpoints(GridCheckpoints):
             "mp_rank_00_model_states.pt hold whole weights"
         )
 
-    def _save_stock(self, folder: Path, client_state: dict) -> None:
+    def _save_stock(
+        self, folder: Path, client_state: dict, exclude_frozen_parameters: bool = False, **keywords: Any
+    ) -> None:
         """Files of ranks that hold the first replica."""
         with as_shards():
             held = self.module.state_dict(keep_vars=True)
+        if exclude_frozen_parameters:
+            held = {name: value for name, value in held.items() if not is_frozen(value)}
         module = {name: self._whole(value) for name, value in held.items()}
         if self.groups is not None:
             on = self.mesh.over(experts_grid(self.groups.topology))

@@ -79,6 +79,10 @@ def _write(reading: Reading, source: Path, folder: Path, ranks: int, stage: int)
         raise ConfigError(
             f"{source} has DeepSpeed's experts, and beside the folder axonn DeepSpeed's own files already; load it as it is"
         )
+    if not notes.get("frozen", True):
+        raise ConfigError(
+            f"{source} was saved with exclude_frozen_parameters = True, and has not the whole model; save it without that"
+        )
     if "optimizer" not in notes:
         raise ConfigError(f"{source} has no states of an optimizer; take its weights by --to hf")
     trained = [name for group in notes["optimizer"]["groups"] for name in group["params"]]
