@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from axonn_tp.comm.overlap import in_backward
 from axonn_tp.context import huggingface
 from axonn_tp.context.calls import Call, main_input
+from axonn_tp.context.recomputed import install
 from axonn_tp.context.replaced import Replaced
 from axonn_tp.context.shared import AXIS
-from axonn_tp.context.sums import sharing
+from axonn_tp.context.sums import current, sharing
 from axonn_tp.context.verify import verify
 from axonn_tp.grid.mesh import Mesh
 
@@ -215,9 +216,10 @@ class SharedSequences:
 
     def enter(self) -> None:
         """A module's forward begins."""
-        inside = None
-        if not self._entered and (self.now is not None or not in_backward()):
-            inside = self.active() if in_backward() else self._apart()
+        inside, again = None, in_backward()
+        # What torch's checkpoints compute again is on its own tokens (`recomputed`); others' are on those of the last call.
+        if not self._entered and (not again or (current() is None and self.now is not None)):
+            inside = self.active() if again else self._apart()
             inside.__enter__()
         self._entered.append(inside)
 
@@ -247,6 +249,7 @@ def share_sequences(model: nn.Module, mesh: Mesh, how: str | None = None, verify
     """
     if mesh.size(AXIS) == 1 or hasattr(model, "axonn_sequences"):
         return
+    install()
     state = SharedSequences(model, mesh, how, verify)
     for module in model.modules():
         module.axonn_sequences = state  # type: ignore[assignment]

@@ -96,6 +96,40 @@ def way(mesh: Mesh, number: int) -> str:
     return ways[number % len(ways)]
 
 
+class Checkpointing(nn.Module):
+    """Computes its attention again in backward: as a module without children, or as a function of its own."""
+
+    class Core(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def __init__(self, as_module: bool, reentrant: bool) -> None:
+        super().__init__()
+        self.table, self.qkv, self.head = nn.Embedding(64, 8), nn.Linear(8, 24), nn.Linear(8, 64)
+        self.core = self.Core()
+        self.as_module, self.again = as_module, partial(checkpoint, use_reentrant=reentrant)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.table(ids)
+        q, k, v = (one.unflatten(-1, (2, 4)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        attention = self.core if self.as_module else self.core.forward
+        seen = self.again(attention, q, k, v)
+        return F.cross_entropy(self.head(x + seen.transpose(1, 2).flatten(2)).flatten(0, 1), targets.flatten())
+
+
+def two_lengths(model: nn.Module, mesh: Mesh | None) -> Tensor:
+    """Two batches of other lengths before one backward pass, which computes parts of both again."""
+    pairs = [part(ids(tokens=tokens), mesh) for tokens in (TOKENS + 1, 9)]
+    return sum(model(both[:, :-1], both[:, 1:]) for both in pairs) / 2
+
+
+def computed_again(mesh: Mesh) -> None:
+    for how, (as_module, reentrant) in enumerate([(True, True), (False, True), (False, False), (True, False)]):
+        options = Options(attention=("gather", "ring", "heads", "auto")[how])
+        compare(partial(Checkpointing, as_module, reentrant), two_lengths, mesh, None, options)
+    compare(partial(Recomputed, GPTConfig(64, TOKENS, 2, 4, 16)), two_lengths, mesh, None, Options())
+
+
 def gpts(world: int) -> None:
     # Of 8 ranks those that 4 do not have.
     chosen = [grid for grid in grids(world) if world == 4 or grid.sequence > 2 or grid.gx * grid.gy * grid.gdata == 4]
@@ -492,6 +526,7 @@ def called_beside_its_forward(mesh: Mesh) -> None:
 
 def refusals() -> None:
     mesh = Mesh(Grid(gz=2, sequence=2))
+    computed_again(mesh)
     called_beside_its_forward(mesh)
     own_losses(mesh)
     another_call(mesh)
