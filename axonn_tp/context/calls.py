@@ -184,8 +184,8 @@ class Call:
         """Refuse arguments that are not the same on all ranks that share the sequences; all ranks of z call it.
 
         Returns:
-            Of the ranks of z, by what they go other ways through a model: which arguments are given that may have tokens, and whether samples are
-            padded in front.
+            Of the ranks of z, by what they go other ways through a model: which arguments are given that may have tokens, whether shares are padded,
+            and whether samples are padded in front.
 
         Raises:
             ValueError: names the first, on all of them.
@@ -193,7 +193,7 @@ class Call:
         mine = {name: tuple(map(_digest, tree_leaves(value))) for name, value in arguments.items()}
         number = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "little")
         given = sorted(name for name, value in arguments.items() if any(map(_has_dims, tree_leaves(value))))
-        kind = 2 * zlib.crc32(repr(given).encode())
+        kind = 4 * zlib.crc32(repr(given).encode()) + 2 * (self.tokens < self.shared.chunks.padded)
         kind += padded_in_front(arguments.get("attention_mask")) is not None
         found = all_gather(torch.tensor([[number, kind]], device=self.mesh.device), self.mesh, "z")
         first = self.mesh.rank("z") // self.mesh.size(AXIS) * self.mesh.size(AXIS)

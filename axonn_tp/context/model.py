@@ -52,7 +52,7 @@ class SharedSequences:
         model: the model.
         mesh: the mesh, whose ranks of ``"sequence"`` share sequences.
         how: see `Shared`.
-        verify: run the first batch whole as well, and the first that is padded in front, or has other arguments.
+        verify: run the first batch whole as well, and the first that is padded in front, has other arguments, or whose shares are padded.
 
     Attributes:
         now: the last call, whose recomputation in backward may be under way.
@@ -62,7 +62,7 @@ class SharedSequences:
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, how: str | None, verify: bool) -> None:
-        self.mesh, self.how, self._verify, self._verified = mesh, how, verify, set[frozenset[int]]()
+        self.mesh, self.how, self._verify, self._verified = mesh, how, verify, set[int]()
         self._verifying = False
         self.now: Call | None = None
         self.part = Part()
@@ -87,9 +87,9 @@ class SharedSequences:
         arguments |= keywords
         part = self.part
         call = Call.of(main, self.mesh, self.how, part.tokens)
-        kinds = frozenset() if part.tokens is not None else call.check_same(arguments)
-        # Places that a model takes from its mask go wrong only where padding comes first, a loss only where there are labels.
-        if self._verify and not self._verifying and kinds not in self._verified:
+        kinds = frozenset({-1}) if part.tokens is not None else call.check_same(arguments)
+        # Places that a model takes from its mask go wrong only where padding comes first, a loss only where there are labels, or shares are padded.
+        if self._verify and not self._verifying and not kinds <= self._verified:
             self._verifying, self.part = True, Part()
             try:
                 with torch.no_grad():
@@ -97,7 +97,7 @@ class SharedSequences:
                 verify(self, model, forward, first, keywords, self._names)
             finally:
                 self._verifying, self.part = False, part
-            self._verified.add(kinds)
+            self._verified |= kinds
         if part.tokens is None:
             inputs, keywords = self._shares(call, arguments, inputs, keywords)
         else:

@@ -357,6 +357,11 @@ def placed(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
+def by_place(logits: Tensor, ids: Tensor) -> Tensor:
+    """All samples' first tokens, then their second ones: right as long as shares are not padded."""
+    return F.cross_entropy(logits.transpose(0, 1).flatten(0, 1), ids.t().flatten())
+
+
 def in_half(logits: Tensor, ids: Tensor, reduction: str = "mean") -> Tensor:
     """Of 16 bits, which have no number as large as the sum over tokens."""
     return F.cross_entropy((1e4 * logits.flatten(0, 1)).half(), ids.flatten(), reduction=reduction)
@@ -371,6 +376,13 @@ def own_losses(mesh: Mesh) -> None:
     ):
         with pytest.raises(ValueError, match=f"Own cannot share sequences over 2 ranks of z: it .*{why}"):
             parallelize(seeded(partial(Own, loss)), mesh)(ids())
+    model, wanted = parallelize(seeded(partial(Own, by_place)), mesh), seeded(partial(Own, by_place))(ids(tokens=12))
+    torch.testing.assert_close(model(ids(tokens=12)), wanted, rtol=1e-10, atol=1e-10)
+    with pytest.raises(
+        ValueError,
+        match="Own cannot share sequences over 2 ranks of z: it .*lie token by token.* a multiple of 4 tokens",
+    ):
+        model(ids())
     half = parallelize(seeded(partial(Own, in_half)), mesh)(ids(tokens=200))
     rows = seeded(partial(Own, partial(in_half, reduction="none")))(ids(tokens=200))
     torch.testing.assert_close(half, rows.double().mean().half())
