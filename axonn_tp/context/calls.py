@@ -48,8 +48,8 @@ class Call:
         shared: how a sequence lies on its ranks.
         batch: samples.
         places: of this rank's tokens in the sequence; padding is at its last one.
-        documents: (batch, padded) numbers of the sequences packed in one, −1 for padding, which nobody sees; None where all is one sequence.
-        causal_documents: the same where queries see nothing after them, which hides padding at the end.
+        documents: (batch, padded) numbers, −1 for padding, which nobody sees, else 0; None where there is none.
+        causal_documents: the same where queries see nothing after them, which hides padding at the end, with the numbers of sequences packed in one.
         labels: whole, of an HF model.
         label_share: this rank's, as the model is given them.
         counted: how often code asked for places of tokens.
@@ -93,7 +93,10 @@ class Call:
         return self.shared.chunks.share
 
     def pack(self, mask: Tensor | None, positions: Tensor | None) -> None:
-        """Note padding, true where `mask` is not, or sequences packed in one, where `positions` do not go on by 1."""
+        """Note padding, true where `mask` is not, or sequences packed in one, where `positions` do not go on by 1.
+
+        HF's models see the latter where attention is causal alone.
+        """
         numbers = None
         if mask is not None:
             valid = mask.bool()
@@ -102,8 +105,8 @@ class Call:
                 # At the end it is after all that counts.
                 self.causal_documents = None if padded_in_front(mask) is None else self._padded(numbers)
         elif positions is not None and positions.dim() == 2:
-            numbers = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
-            numbers = self.causal_documents = self._padded(numbers) if numbers.any() else None
+            packed = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+            self.causal_documents = self._padded(packed) if packed.any() else None
         if numbers is None and self.tokens < self.shared.chunks.padded:
             numbers = self.places.new_zeros((1, self.tokens))
         self.documents = None if numbers is None else self._padded(numbers)

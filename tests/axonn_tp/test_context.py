@@ -226,6 +226,8 @@ def published(grid: Grid, kinds: tuple[str, ...], every: bool) -> None:
     split = mesh.size("model") > 1
     if grid.world == 2:
         longer_than_rotary(mesh)
+        encoder = partial(hf, "Bert", num_hidden_layers=1, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
+        compare(encoder, partial(of_hf, how="packed"), mesh, None, Options())  # whose attention goes by no positions
     if not split:
         compare(partial(hf, "Llama"), partial(two_batches, how="left"), mesh, None, Options())
     for place, kind in enumerate(kinds):
