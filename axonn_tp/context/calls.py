@@ -55,6 +55,7 @@ class Call:
         counted: how often code asked for places of tokens.
         attended: how often torch's attention was given other keys than shares of tokens, and how often such shares.
         head: by what TRL's head divides its loss; None for the number of targets.
+        kind: of its arguments, as `check_same` tells them apart, whether or not shares are padded.
     """
 
     mesh: Mesh
@@ -68,6 +69,7 @@ class Call:
     counted: int = 0
     attended: list[int] = field(default_factory=lambda: [0, 0])
     head: Any = None
+    kind: int = -1
 
     @classmethod
     def of(cls, main: Tensor, mesh: Mesh, how: str | None, tokens: int | None = None) -> Call:
@@ -196,8 +198,9 @@ class Call:
         mine = {name: tuple(map(_digest, tree_leaves(value))) for name, value in arguments.items()}
         number = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "little")
         given = sorted(name for name, value in arguments.items() if any(map(_has_dims, tree_leaves(value))))
-        kind = 4 * zlib.crc32(repr(given).encode()) + 2 * (self.tokens < self.shared.chunks.padded)
-        kind += padded_in_front(arguments.get("attention_mask")) is not None
+        self.kind = 4 * zlib.crc32(repr(given).encode())
+        self.kind += padded_in_front(arguments.get("attention_mask")) is not None
+        kind = self.kind + 2 * (self.tokens < self.shared.chunks.padded)
         found = all_gather(torch.tensor([[number, kind]], device=self.mesh.device), self.mesh, "z")
         first = self.mesh.rank("z") // self.mesh.size(AXIS) * self.mesh.size(AXIS)
         if (found[first : first + self.mesh.size(AXIS), 0] == number).all():

@@ -74,7 +74,7 @@ class SharedSequences:
             huggingface.join_routers(self.published, model)
         self._names = [name for name in inspect.signature(model.forward).parameters]
         self._entered: list[AbstractContextManager | None] = []
-        self._counted: int | None = None
+        self._counted: dict[tuple[int, bool], int] = {}
         self._attended: list[int] | None = None
 
     def run(self, model: nn.Module, forward: Callable, inputs: tuple, keywords: dict[str, Any]) -> Any:
@@ -87,10 +87,11 @@ class SharedSequences:
         arguments |= keywords
         part = self.part
         call = Call.of(main, self.mesh, self.how, part.tokens)
-        kinds = frozenset({-1}) if part.tokens is not None else call.check_same(arguments)
+        kinds = frozenset({call.kind}) if part.tokens is not None else call.check_same(arguments)
         # Places that a model takes from its mask go wrong only where padding comes first, a loss only where there are labels, or shares are padded.
         if self._verify and not self._verifying and not kinds <= self._verified:
             self._verifying, self.part = True, Part()
+            self.forget()
             try:
                 with torch.no_grad():
                     first = inputs if part.tokens is None else call.whole(inputs)
@@ -107,12 +108,13 @@ class SharedSequences:
             output = forward(model, *inputs, **keywords)
             output = huggingface.joined(call, output) if part.last else output
         output = huggingface.with_logits_at(output, kept)
-        if self._counted is not None and call.counted != self._counted:
+        # Code may count places by what it is given, and in training alone.
+        counted = self._counted.setdefault((call.kind, model.training), call.counted)
+        if call.counted != counted:
             raise ValueError(
                 f"{type(model).__name__} asks for the places of its tokens by torch.arange({call.share}) {call.counted} times, and asked "
-                f"{self._counted} times in the first batch: one of its other sizes is {call.share} too; use another length of sequences"
+                f"{counted} times in its first batch: one of its other sizes is {call.share} too; use another length of sequences"
             )
-        self._counted = call.counted
         self._check_attention(call, model)
         return output
 
@@ -139,7 +141,7 @@ class SharedSequences:
 
     def forget(self) -> None:
         """Let the next call be the first."""
-        self._counted = None
+        self._counted.clear()
 
     def whole(self, forward: Callable, model: nn.Module, inputs: tuple, keywords: dict[str, Any]) -> Any:
         """The model's output, computed on all tokens by every rank."""

@@ -440,6 +440,29 @@ class Recalling(Mixer):
         return self.head(x + F.scaled_dot_product_attention(x, memory, memory))
 
 
+class Placed(Mixer):
+    """Counts the places of its tokens where it is not given them, in training once more."""
+
+    def __init__(self) -> None:
+        super().__init__("places")
+        self.places = nn.Embedding(64, 8)
+
+    def forward(self, ids: Tensor, places: Tensor | None = None) -> Tensor:
+        where = torch.arange(ids.shape[1]) if places is None else places
+        more = torch.arange(ids.shape[1])[:, None] if self.training else 0
+        return self.head(self.mixed(self.table(ids) + self.places(where) + more))
+
+
+def in_turns(mesh: Mesh) -> None:
+    """Calls that ask for the places of tokens, and others that do not."""
+    model, alone = parallelize(seeded(Placed), mesh), seeded(Placed)
+    places = torch.arange(TOKENS).expand(BATCH, -1)
+    for training in (True, False, True):
+        for given in ((ids(),), (ids(), places), (ids(),)):
+            found, wanted = (one.train(training)(*given) for one in (model, alone))
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
 def another_call(mesh: Mesh) -> None:
     """Arguments that a later batch has first; and a memory that is as long as a share of a later batch."""
     model = parallelize(seeded(Both), mesh)
@@ -544,6 +567,7 @@ def refusals() -> None:
     called_beside_its_forward(mesh)
     own_losses(mesh)
     another_call(mesh)
+    in_turns(mesh)
     counts(mesh)
     routed_without_labels(mesh)
     refused_later(mesh)
