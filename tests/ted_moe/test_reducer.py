@@ -110,3 +110,32 @@ def test_buckets_of_no_bytes_are_refused():
             ted_moe.GradientReducer(Model(groups.topology, groups).parameters(), groups, bucket_bytes=0)
 
     run_ranks(refused, 1)
+
+
+def overflown():
+    """One rank's experts alone have an infinite gradient, then none has."""
+    groups = groups_of(Topology(4, 2, 2))
+    model = Model(groups.topology, groups, **OPTIONS[0]).double()
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        ted_moe.TiledOptimizer(lambda some: torch.optim.SGD(some, lr=0.1), model.parameters()),
+    ]
+    found = []
+    for optimizer in optimizers:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for last in (True, False):
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            optimizer.zero_grad()
+            scaler.scale(model(data_tokens(groups.rank("data"), 9, 0).double(), False)).backward()
+            ted_moe.sync_gradients(model.parameters(), groups)
+            if last and torch.distributed.get_rank() == 3:
+                next(model.experts.local.parameters()).grad.fill_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            moved = [not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)]
+            found.append((any(moved), scaler.get_scale()))
+    return found
+
+
+def test_an_overflow_in_one_ranks_experts_skips_the_step_on_all():
+    assert run_ranks(overflown, 4) == [[(False, 2.0), (True, 2.0)] * 2] * 4
