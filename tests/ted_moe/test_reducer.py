@@ -1,6 +1,7 @@
 """Sums of gradients while backward runs against those behind it, with experts on several ranks."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ted_moe
 from axonn_plugins.observe.ledger import Ledger
+from axonn_plugins.pipeline.bucketed_optimizer import BucketedOptimizer
 from axonn_plugins.ted.stock import EXPERTS, FEATURES, Plain, data_tokens, groups_of
 from ted_moe import Topology
 from tests.distributed import run_ranks
@@ -139,3 +141,29 @@ def overflown():
 
 def test_an_overflow_in_one_ranks_experts_skips_the_step_on_all():
     assert run_ranks(overflown, 4) == [[(False, 2.0), (True, 2.0)] * 2] * 4
+
+
+def clipped():
+    """Two steps, clipped by torch's norm of the whole model and by optimizers of ours."""
+    groups = groups_of(Topology(4, 2, 2))
+    for make in (partial(ted_moe.TiledOptimizer, tile_size=100), BucketedOptimizer):
+        alone = Model(groups.topology, groups, **OPTIONS[0]).double()
+        model = copy.deepcopy(alone)
+        stock = torch.optim.SGD(alone.parameters(), lr=0.1)
+        ours = make(lambda some: torch.optim.SGD(some, lr=0.1), model.parameters(), max_norm=0.1)
+        for seed in range(2):
+            for one, optimizer in ((alone, stock), (model, ours)):
+                optimizer.zero_grad()
+                one(data_tokens(groups.rank("data"), 9, seed).double(), True).backward()
+                ted_moe.sync_gradients(one.parameters(), groups)
+            norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+            stock.step()
+            ours.step()
+            assert norm > 0.1
+            torch.testing.assert_close(ours.total_norm, norm, **NEAR)
+            for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(found, wanted, **NEAR)
+
+
+def test_tiles_clip_by_the_norm_of_all_ranks_experts():
+    run_ranks(clipped, 4)
