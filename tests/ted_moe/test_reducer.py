@@ -167,3 +167,25 @@ def clipped():
 
 def test_tiles_clip_by_the_norm_of_all_ranks_experts():
     run_ranks(clipped, 4)
+
+
+def stepped_by_matrices():
+    """An optimizer whose step of one element depends on its row and column, on experts that are split, and on whole ones."""
+    for whole in (False, True):
+        topology = Topology(2, 2, 1, expert_tensor_parallel=not whole)
+        model = Model(topology, groups_of(topology), **OPTIONS[0])
+        optimizer = torch.optim.Adafactor(model.parameters())
+        model(data_tokens(0, 9, 0).float(), True).backward()
+        if whole:
+            optimizer.step()
+            continue
+        for _ in range(2):
+            with pytest.raises(
+                ValueError, match="Adafactor looks at whole weight matrices, of which a rank has shards"
+            ):
+                optimizer.step()
+        torch.optim.AdamW(model.parameters()).step()
+
+
+def test_optimizers_of_whole_matrices_are_refused_where_experts_are_split():
+    run_ranks(stepped_by_matrices, 2)
