@@ -189,3 +189,22 @@ def stepped_by_matrices():
 
 def test_optimizers_of_whole_matrices_are_refused_where_experts_are_split():
     run_ranks(stepped_by_matrices, 2)
+
+
+def wrapped():
+    """Torch's wrapper, which is given experts of several ranks, such a model without them, and experts that are replicas."""
+    ddp = nn.parallel.DistributedDataParallel
+    for topology in (Topology(2, 1, 2), Topology(2, 2, 1)):
+        model = copy.deepcopy(Model(topology, groups_of(topology)))
+        with pytest.raises(ValueError, match="whose 'experts.deepspeed_moe.experts.* is an expert's"):
+            ddp(model)
+        experts = [
+            f"experts.{name}" for name, one in model.experts.named_parameters() if not getattr(one, "allreduce", True)
+        ]
+        ddp._set_params_and_buffers_to_ignore_for_model(model, experts)
+        assert ddp(model).module is model
+    assert ddp(Model(Topology(2), groups_of(Topology(2)))).module.training
+
+
+def test_distributed_data_parallel_is_refused_around_experts_of_several_ranks():
+    run_ranks(wrapped, 2)
