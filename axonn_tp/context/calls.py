@@ -55,6 +55,7 @@ class Call:
         counted: how often code asked for places of tokens.
         attended: how often torch's attention was given other keys than shares of tokens, and how often such shares.
         head: by what TRL's head divides its loss; None for the number of targets.
+        losses: how many sums over all tokens, as of losses, the forward has made.
         kind: of its arguments, as `check_same` tells them apart, whether or not shares are padded.
     """
 
@@ -69,6 +70,7 @@ class Call:
     counted: int = 0
     attended: list[int] = field(default_factory=lambda: [0, 0])
     head: Any = None
+    losses: int = 0
     kind: int = -1
 
     @classmethod
@@ -145,7 +147,9 @@ class Call:
     def joined(self, output: Any) -> Any:
         """A model's output with all tokens; in training beside a loss, which is of all tokens by itself, as it is, and without gradients."""
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        if getattr(output, "loss", output) is None or not any(not leaf.dim() and leaf.requires_grad for leaf in leaves):
+        # A penalty alone, as of routers, is added to a loss of the logits outside.
+        lossless = getattr(output, "loss", None if not self.losses else output) is None
+        if lossless or not any(not leaf.dim() and leaf.requires_grad for leaf in leaves):
             return self.whole(output)
         return tree_map(
             lambda value: _Apart.apply(value) if self._is_share(value) and value.requires_grad else value, output

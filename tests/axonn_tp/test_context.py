@@ -389,9 +389,26 @@ def own_losses(mesh: Mesh) -> None:
     rows = seeded(partial(Own, partial(in_half, reduction="none")))(ids(tokens=200))
     torch.testing.assert_close(half, rows.double().mean().half())
     assert rows.double().sum() > torch.finfo(torch.float16).max
+    compare(Penalised, with_penalty, mesh, None, Options())
     value, logits = parallelize(seeded(partial(Own, placed, True)), mesh)(ids())
     with pytest.raises(ValueError, match="a loss is computed of what the model gives beside its own loss"):
         (value + logits.square().mean()).backward()
+
+
+class Penalised(Mixer):
+    """Gives logits, and a penalty beside them, as mixtures do."""
+
+    def __init__(self) -> None:
+        super().__init__("places")
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.head(self.mixed(self.table(ids))), self.head.weight.square().mean()
+
+
+def with_penalty(model: nn.Module, mesh: Mesh | None) -> Tensor:
+    batch = part(ids(), mesh)
+    logits, penalty = model(batch)
+    return placed(logits, batch) + penalty
 
 
 class Both(Mixer):
