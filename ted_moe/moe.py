@@ -50,7 +50,7 @@ class MoE(nn.Module):
         use_residual: add a dense copy of the expert, mixed by a learnt coefficient (arXiv 2201.05596).
         noisy_gate_policy: "Jitter", "RSample" or None.
         drop_tokens: whether tokens beyond the capacity are passed by; else the capacity is what the fullest expert needs.
-        use_rts: with k = 1, which tokens find room is drawn by lot; else the first do.
+        use_rts: with k = 1, which tokens find room is drawn by lot; else `torch.topk` of equals decides, as in DeepSpeed.
         enable_expert_tensor_parallelism: there for DeepSpeed's sake: the topology decides.
         top2_2nd_expert_sampling: with k = 2, noise on the second choice.
         groups: the process groups; None: this rank alone.
