@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from axonn_tp.comm.clipping import largest_of, measure_whole, power
+from axonn_tp.comm.clipping import largest_of, measure_whole, owner_of, power
+from axonn_tp.comm.collectives import all_reduce
 from axonn_tp.comm.gradients import sum_gradients_once
 from axonn_tp.comm.reducer import BucketReducer, check_bytes
 from ted_moe.topology import Groups
@@ -20,7 +22,8 @@ def sync_gradients(parameters: Iterable[nn.Parameter], groups: Groups) -> None:
 
     Dense parameters are summed over data; an expert's over expert data, because the tokens of the ranks of its expert
     group have come to it already. Both are divided by the size of data, so that the mean of the ranks' mean losses is
-    what was differentiated. Behind it torch's `clip_grad_norm_` takes the norm of the whole model, with every rank's experts.
+    what was differentiated. Behind it torch's `clip_grad_norm_` takes the norm of the whole model, with every rank's experts, and its
+    `GradScaler` skips a step on all ranks where one has found an overflow.
 
     Args:
         parameters: of the model, the same in the same order on every rank; experts' have ``allreduce = False``.
@@ -28,8 +31,7 @@ def sync_gradients(parameters: Iterable[nn.Parameter], groups: Groups) -> None:
     """
     parameters = list(parameters)
     sum_gradients_once(parameters, lambda parameter: (groups, _axis(parameter)), groups.size("data"))
-    if groups.size("block") > 1:
-        measure_whole(parameters, groups, _whole_norm)
+    _of_whole_model(parameters, groups)
 
 
 class GradientReducer(BucketReducer):
@@ -59,8 +61,36 @@ class GradientReducer(BucketReducer):
         super().__init__(parameters, lambda p: (own, _axis(p)), own.size("data"), device, bucket_bytes)
 
     def _complete(self, parameters: Sequence[nn.Parameter]) -> None:
-        if self.groups.size("block") > 1:
-            measure_whole(parameters, self.groups, _whole_norm)
+        _of_whole_model(parameters, self.groups)
+
+
+def _of_whole_model(parameters: Sequence[nn.Parameter], groups: Groups) -> None:
+    if groups.size("block") > 1:
+        measure_whole(parameters, groups, _whole_norm)
+        _skip_together()
+
+
+def _skip_together() -> None:
+    """Have torch's GradScaler know what any rank has found: an expert's overflow is in its own ranks' gradients alone."""
+    scaler: Any = torch.amp.GradScaler
+    original = scaler._unscale_grads_
+    if getattr(original, "axonn_experts", False):
+        return
+
+    @wraps(original)
+    def unscale(self: Any, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, *rest: Any) -> Any:
+        found = original(self, optimizer, inv_scale, found_inf, *rest)
+        owners = (owner_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        groups = next((owner for owner in owners if isinstance(owner, Groups)), None)
+        if groups is None:
+            return found
+        found = found or {found_inf.device: found_inf}
+        device = groups.sender("block", found_inf.device)
+        worst = all_reduce(torch.stack([flag.to(device) for flag in found.values()]).amax(), groups, "block", "max")
+        return {kind: worst.to(kind) for kind in found}
+
+    unscale.axonn_experts = True  # type: ignore[attr-defined]
+    scaler._unscale_grads_ = unscale
 
 
 @torch.no_grad()

@@ -25,8 +25,9 @@ from ted_moe.experts import plan_expert, split_expert
 from ted_moe.gating import Gate, Routes, number_of, routes_to, same_on_replicas
 from ted_moe.grouped import run, run_each
 from ted_moe.topology import Groups
+from ted_moe.wrapped import refuse_wrapped
 
-_MARKS = ("allreduce", "group_name", "ted_split", "tensor_model_parallel")
+_MARKS = ("allreduce", "group_name", "ted_apart", "ted_split", "tensor_model_parallel")
 """Attributes that decide over which ranks a parameter's gradient is summed, and how norms count it."""
 
 
@@ -49,7 +50,7 @@ class MoE(nn.Module):
         use_residual: add a dense copy of the expert, mixed by a learnt coefficient (arXiv 2201.05596).
         noisy_gate_policy: "Jitter", "RSample" or None.
         drop_tokens: whether tokens beyond the capacity are passed by; else the capacity is what the fullest expert needs.
-        use_rts: with k = 1, which tokens find room is drawn by lot; else the first do.
+        use_rts: with k = 1, which tokens find room is drawn by lot; else `torch.topk` of equals decides, as in DeepSpeed.
         enable_expert_tensor_parallelism: there for DeepSpeed's sake: the topology decides.
         top2_2nd_expert_sampling: with k = 2, noise on the second choice.
         groups: the process groups; None: this rank alone.
@@ -159,6 +160,10 @@ class MoE(nn.Module):
         self.fused = plan.fused
         for expert in self.local:
             split_expert(expert, plan, axes)
+        if groups is not None and (groups.size("expert") > 1 or plan.layers):
+            for parameter in self.local.parameters():
+                parameter.ted_apart = True  # type: ignore[attr-defined]
+            refuse_wrapped()
         if already_split and self.groups.size("tensor") > 1:
             watch_outputs(self.local[0], self.groups)  # type: ignore[arg-type]
 

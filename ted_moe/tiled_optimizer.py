@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from axonn_plugins.optim.gradients import check_norm, clip_factor, flat_gradient, norm_in_parts
 from axonn_plugins.optim.lending import TiledStep, parts_of, require_groups, share_options
 from axonn_plugins.optim.tiles import Buffers, ParameterCut, update
+from axonn_tp.comm.clipping import norm_of_all
 from axonn_tp.comm.optimizer_trial import StepMemory, along, examine, make_optimizer, require_one_by_one
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -43,7 +44,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         tile_size: elements, of 4 bytes, that a step may allocate.
         max_norm: clip the gradient's norm to this.
         norm: how squared norms of the parameters' gradients, by name or number, become the square of the norm of all: for
-            parameters that are shards. By default their sum.
+            parameters that are shards. By default their sum, over ranks where `sync_gradients` or `axonn_tp` knows how they lie.
 
     Attributes:
         total_norm: the gradient's norm in the last step, before clipping; None without `max_norm`.
@@ -193,15 +194,19 @@ class TiledOptimizer(torch.optim.Optimizer):
     def _norm(self) -> Tensor:
         """The 2-norm of the gradient as it is, loss scale included."""
         norms: dict[str, Tensor] = {}
+        by_parameter: dict[nn.Parameter, Tensor] = {}
         number = 0
         for group in self.param_groups:
             for place, parameter in enumerate(group["params"]):
                 name = group["param_names"][place] if "param_names" in group else str(number)
                 number += 1
                 if parameter.grad is not None:
-                    norms[name] = norm_in_parts(flat_gradient(parameter), self.tile_size)
+                    norms[name] = by_parameter[parameter] = norm_in_parts(flat_gradient(parameter), self.tile_size)
         if self.norm is not None:
             return self.norm({name: norm.square() for name, norm in norms.items()}).sqrt()
+        whole = norm_of_all(by_parameter, (p for group in self.param_groups for p in group["params"]))
+        if whole is not None:
+            return whole.to(next((norm.dtype for norm in norms.values()), torch.float32))
         device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
         return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms.values()] or [torch.zeros(())]))
 

@@ -6,7 +6,7 @@ whoever keeps gradients elsewhere than in ``grad`` is asked before these are cli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -68,6 +68,28 @@ def measure_alike(parameter: Tensor, copy: Tensor) -> None:
 def owner_of(parameter: Tensor) -> Any:
     """The mesh that a split model's parameter lies on, or what knows its ranks in its place; None where it is of no such model."""
     return _owners.get(parameter, (None,))[0]
+
+
+def norm_of_all(norms: Mapping[Any, Tensor], parameters: Iterable[Any]) -> Tensor | None:
+    """The 2-norm of all gradients, over ranks where parameters are a split model's; None where none is.
+
+    Args:
+        norms: of each parameter's gradient here, of those that have one.
+        parameters: all of them; every rank has the same.
+    """
+    split: dict[tuple[Any, Norm], list[Any]] = {}
+    parameters = list(parameters)
+    for parameter in parameters:
+        if parameter in _owners:
+            split.setdefault(_owners[parameter], []).append(parameter)
+    if not split:
+        return None
+    parts = [
+        norm([norms.get(one, one.new_zeros(())) for one in some], some, owner, 2.0)
+        for (owner, norm), some in split.items()
+    ]
+    parts += [norms[one].to(parts[0]) for one in parameters if one in norms and one not in _owners]
+    return torch.linalg.vector_norm(torch.stack(parts))
 
 
 def _take_over() -> None:

@@ -48,13 +48,15 @@ class Call:
         shared: how a sequence lies on its ranks.
         batch: samples.
         places: of this rank's tokens in the sequence; padding is at its last one.
-        documents: (batch, padded) numbers of the sequences packed in one, −1 for padding, which nobody sees; None where all is one sequence.
-        causal_documents: the same where queries see nothing after them, which hides padding at the end.
+        documents: (batch, padded) numbers, −1 for padding, which nobody sees, else 0; None where there is none.
+        causal_documents: the same where queries see nothing after them, which hides padding at the end, with the numbers of sequences packed in one.
         labels: whole, of an HF model.
         label_share: this rank's, as the model is given them.
         counted: how often code asked for places of tokens.
         attended: how often torch's attention was given other keys than shares of tokens, and how often such shares.
         head: by what TRL's head divides its loss; None for the number of targets.
+        losses: how many sums over all tokens, as of losses, the forward has made.
+        kind: of its arguments, as `check_same` tells them apart, whether or not shares are padded.
     """
 
     mesh: Mesh
@@ -68,6 +70,8 @@ class Call:
     counted: int = 0
     attended: list[int] = field(default_factory=lambda: [0, 0])
     head: Any = None
+    losses: int = 0
+    kind: int = -1
 
     @classmethod
     def of(cls, main: Tensor, mesh: Mesh, how: str | None, tokens: int | None = None) -> Call:
@@ -93,7 +97,10 @@ class Call:
         return self.shared.chunks.share
 
     def pack(self, mask: Tensor | None, positions: Tensor | None) -> None:
-        """Note padding, true where `mask` is not, or sequences packed in one, where `positions` do not go on by 1."""
+        """Note padding, true where `mask` is not, or sequences packed in one, where `positions` do not go on by 1.
+
+        HF's models see the latter where attention is causal alone.
+        """
         numbers = None
         if mask is not None:
             valid = mask.bool()
@@ -102,8 +109,8 @@ class Call:
                 # At the end it is after all that counts.
                 self.causal_documents = None if padded_in_front(mask) is None else self._padded(numbers)
         elif positions is not None and positions.dim() == 2:
-            numbers = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
-            numbers = self.causal_documents = self._padded(numbers) if numbers.any() else None
+            packed = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+            self.causal_documents = self._padded(packed) if packed.any() else None
         if numbers is None and self.tokens < self.shared.chunks.padded:
             numbers = self.places.new_zeros((1, self.tokens))
         self.documents = None if numbers is None else self._padded(numbers)
@@ -140,7 +147,9 @@ class Call:
     def joined(self, output: Any) -> Any:
         """A model's output with all tokens; in training beside a loss, which is of all tokens by itself, as it is, and without gradients."""
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        if getattr(output, "loss", output) is None or not any(not leaf.dim() and leaf.requires_grad for leaf in leaves):
+        # A penalty alone, as of routers, is added to a loss of the logits outside.
+        lossless = getattr(output, "loss", None if not self.losses else output) is None
+        if lossless or not any(not leaf.dim() and leaf.requires_grad for leaf in leaves):
             return self.whole(output)
         return tree_map(
             lambda value: _Apart.apply(value) if self._is_share(value) and value.requires_grad else value, output
@@ -184,8 +193,8 @@ class Call:
         """Refuse arguments that are not the same on all ranks that share the sequences; all ranks of z call it.
 
         Returns:
-            Of the ranks of z, by what they go other ways through a model: which arguments are given that may have tokens, and whether samples are
-            padded in front.
+            Of the ranks of z, by what they go other ways through a model: which arguments are given that may have tokens, whether shares are padded,
+            and whether samples are padded in front.
 
         Raises:
             ValueError: names the first, on all of them.
@@ -193,8 +202,9 @@ class Call:
         mine = {name: tuple(map(_digest, tree_leaves(value))) for name, value in arguments.items()}
         number = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "little")
         given = sorted(name for name, value in arguments.items() if any(map(_has_dims, tree_leaves(value))))
-        kind = 2 * zlib.crc32(repr(given).encode())
-        kind += padded_in_front(arguments.get("attention_mask")) is not None
+        self.kind = 4 * zlib.crc32(repr(given).encode())
+        self.kind += padded_in_front(arguments.get("attention_mask")) is not None
+        kind = self.kind + 2 * (self.tokens < self.shared.chunks.padded)
         found = all_gather(torch.tensor([[number, kind]], device=self.mesh.device), self.mesh, "z")
         first = self.mesh.rank("z") // self.mesh.size(AXIS) * self.mesh.size(AXIS)
         if (found[first : first + self.mesh.size(AXIS), 0] == number).all():

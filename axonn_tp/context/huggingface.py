@@ -256,7 +256,7 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of HF's registry: (batch, heads, tokens, head) in, (batch, tokens, heads, head) out."""
-    call = getattr(attention_mask, "axonn_call", None) or module.axonn_sequences.now
+    call: Any = getattr(attention_mask, "axonn_call", None) or current() or module.axonn_sequences.now
     if call is None or position_bias is not None or key.shape[2] != call.share:
         what = "a bias by position" if position_bias is not None else "keys that are no share of its tokens"
         raise ValueError(f"{type(module).__name__} attends with {what}, which cannot be shared along a sequence")

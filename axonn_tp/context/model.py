@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from axonn_tp.comm.overlap import in_backward
 from axonn_tp.context import huggingface
 from axonn_tp.context.calls import Call, main_input
+from axonn_tp.context.recomputed import install
 from axonn_tp.context.replaced import Replaced
 from axonn_tp.context.shared import AXIS
-from axonn_tp.context.sums import sharing
+from axonn_tp.context.sums import current, sharing
 from axonn_tp.context.verify import verify
 from axonn_tp.grid.mesh import Mesh
 
@@ -51,7 +52,7 @@ class SharedSequences:
         model: the model.
         mesh: the mesh, whose ranks of ``"sequence"`` share sequences.
         how: see `Shared`.
-        verify: run the first batch whole as well, and the first that is padded in front, or has other arguments.
+        verify: run the first batch whole as well, and the first that is padded in front, has other arguments, or whose shares are padded.
 
     Attributes:
         now: the last call, whose recomputation in backward may be under way.
@@ -61,7 +62,7 @@ class SharedSequences:
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, how: str | None, verify: bool) -> None:
-        self.mesh, self.how, self._verify, self._verified = mesh, how, verify, set[frozenset[int]]()
+        self.mesh, self.how, self._verify, self._verified = mesh, how, verify, set[int]()
         self._verifying = False
         self.now: Call | None = None
         self.part = Part()
@@ -73,7 +74,7 @@ class SharedSequences:
             huggingface.join_routers(self.published, model)
         self._names = [name for name in inspect.signature(model.forward).parameters]
         self._entered: list[AbstractContextManager | None] = []
-        self._counted: int | None = None
+        self._counted: dict[tuple[int, bool], int] = {}
         self._attended: list[int] | None = None
 
     def run(self, model: nn.Module, forward: Callable, inputs: tuple, keywords: dict[str, Any]) -> Any:
@@ -86,17 +87,18 @@ class SharedSequences:
         arguments |= keywords
         part = self.part
         call = Call.of(main, self.mesh, self.how, part.tokens)
-        kinds = frozenset() if part.tokens is not None else call.check_same(arguments)
-        # Places that a model takes from its mask go wrong only where padding comes first, a loss only where there are labels.
-        if self._verify and not self._verifying and kinds not in self._verified:
+        kinds = frozenset({call.kind}) if part.tokens is not None else call.check_same(arguments)
+        # Places that a model takes from its mask go wrong only where padding comes first, a loss only where there are labels, or shares are padded.
+        if self._verify and not self._verifying and not kinds <= self._verified:
             self._verifying, self.part = True, Part()
+            self.forget()
             try:
                 with torch.no_grad():
                     first = inputs if part.tokens is None else call.whole(inputs)
                 verify(self, model, forward, first, keywords, self._names)
             finally:
                 self._verifying, self.part = False, part
-            self._verified.add(kinds)
+            self._verified |= kinds
         if part.tokens is None:
             inputs, keywords = self._shares(call, arguments, inputs, keywords)
         else:
@@ -106,12 +108,13 @@ class SharedSequences:
             output = forward(model, *inputs, **keywords)
             output = huggingface.joined(call, output) if part.last else output
         output = huggingface.with_logits_at(output, kept)
-        if self._counted is not None and call.counted != self._counted:
+        # Code may count places by what it is given, and in training alone.
+        counted = self._counted.setdefault((call.kind, model.training), call.counted)
+        if call.counted != counted:
             raise ValueError(
                 f"{type(model).__name__} asks for the places of its tokens by torch.arange({call.share}) {call.counted} times, and asked "
-                f"{self._counted} times in the first batch: one of its other sizes is {call.share} too; use another length of sequences"
+                f"{counted} times in its first batch: one of its other sizes is {call.share} too; use another length of sequences"
             )
-        self._counted = call.counted
         self._check_attention(call, model)
         return output
 
@@ -138,7 +141,7 @@ class SharedSequences:
 
     def forget(self) -> None:
         """Let the next call be the first."""
-        self._counted = None
+        self._counted.clear()
 
     def whole(self, forward: Callable, model: nn.Module, inputs: tuple, keywords: dict[str, Any]) -> Any:
         """The model's output, computed on all tokens by every rank."""
@@ -215,9 +218,10 @@ class SharedSequences:
 
     def enter(self) -> None:
         """A module's forward begins."""
-        inside = None
-        if not self._entered and (self.now is not None or not in_backward()):
-            inside = self.active() if in_backward() else self._apart()
+        inside, again = None, in_backward()
+        # What torch's checkpoints compute again is on its own tokens (`recomputed`); others' are on those of the last call.
+        if not self._entered and (not again or (current() is None and self.now is not None)):
+            inside = self.active() if again else self._apart()
             inside.__enter__()
         self._entered.append(inside)
 
@@ -247,6 +251,7 @@ def share_sequences(model: nn.Module, mesh: Mesh, how: str | None = None, verify
     """
     if mesh.size(AXIS) == 1 or hasattr(model, "axonn_sequences"):
         return
+    install()
     state = SharedSequences(model, mesh, how, verify)
     for module in model.modules():
         module.axonn_sequences = state  # type: ignore[assignment]

@@ -14,7 +14,13 @@ from axonn_tp.grid.mesh import Axes
 
 
 class Tokens(Protocol):
-    """The tokens of the call under way."""
+    """The tokens of the call under way.
+
+    Attributes:
+        losses: how many sums over all of them were made.
+    """
+
+    losses: int
 
     @property
     def mesh(self) -> Axes:
@@ -84,7 +90,10 @@ def of_all(value: Tensor, tokens: Tokens) -> Tensor:
 def over_sequence(part: Tensor) -> Tensor:
     """The sum of this rank's part and those of all that share its sequences; itself where none do."""
     tokens = current()
-    return part if tokens is None else _Sum.apply(part, tokens.mesh)
+    if tokens is None:
+        return part
+    tokens.losses += 1
+    return _Sum.apply(part, tokens.mesh)
 
 
 def real_targets(targets: Tensor, ignored: int) -> Tensor:

@@ -158,7 +158,13 @@ def _targets_apart(call: Call, shares: list[Tensor], wholes: list[Tensor]) -> st
         if not lost and share.numel() == call.rows:
             by_sample = share.reshape(call.batch, -1)[:, real], whole.reshape(call.batch, -1)[:, places]
             by_token = share.reshape(-1, call.batch)[real], whole.reshape(-1, call.batch)[places]
-            cut = not (torch.equal(*by_sample) or torch.equal(*by_token))
+            turned = not torch.equal(*by_sample) and torch.equal(*by_token)
+            if turned and not real.all():
+                return (
+                    "the targets of a loss in its forward lie token by token, and which are the padding of a share is known where they lie sample by "
+                    f"sample (have them so, or sequences of a multiple of {2 * call.mesh.size(AXIS)} tokens)"
+                )
+            cut = not (torch.equal(*by_sample) or turned)
         else:
             cut = 0 < lost == call.rows - share.numel() and lost % call.batch == 0
         if cut:

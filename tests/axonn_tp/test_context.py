@@ -96,6 +96,40 @@ def way(mesh: Mesh, number: int) -> str:
     return ways[number % len(ways)]
 
 
+class Checkpointing(nn.Module):
+    """Computes its attention again in backward: as a module without children, or as a function of its own."""
+
+    class Core(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def __init__(self, as_module: bool, reentrant: bool) -> None:
+        super().__init__()
+        self.table, self.qkv, self.head = nn.Embedding(64, 8), nn.Linear(8, 24), nn.Linear(8, 64)
+        self.core = self.Core()
+        self.as_module, self.again = as_module, partial(checkpoint, use_reentrant=reentrant)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.table(ids)
+        q, k, v = (one.unflatten(-1, (2, 4)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        attention = self.core if self.as_module else self.core.forward
+        seen = self.again(attention, q, k, v)
+        return F.cross_entropy(self.head(x + seen.transpose(1, 2).flatten(2)).flatten(0, 1), targets.flatten())
+
+
+def two_lengths(model: nn.Module, mesh: Mesh | None) -> Tensor:
+    """Two batches of other lengths before one backward pass, which computes parts of both again."""
+    pairs = [part(ids(tokens=tokens), mesh) for tokens in (TOKENS + 1, 9)]
+    return sum(model(both[:, :-1], both[:, 1:]) for both in pairs) / 2
+
+
+def computed_again(mesh: Mesh) -> None:
+    for how, (as_module, reentrant) in enumerate([(True, True), (False, True), (False, False), (True, False)]):
+        options = Options(attention=("gather", "ring", "heads", "auto")[how])
+        compare(partial(Checkpointing, as_module, reentrant), two_lengths, mesh, None, options)
+    compare(partial(Recomputed, GPTConfig(64, TOKENS, 2, 4, 16)), two_lengths, mesh, None, Options())
+
+
 def gpts(world: int) -> None:
     # Of 8 ranks those that 4 do not have.
     chosen = [grid for grid in grids(world) if world == 4 or grid.sequence > 2 or grid.gx * grid.gy * grid.gdata == 4]
@@ -192,6 +226,8 @@ def published(grid: Grid, kinds: tuple[str, ...], every: bool) -> None:
     split = mesh.size("model") > 1
     if grid.world == 2:
         longer_than_rotary(mesh)
+        encoder = partial(hf, "Bert", num_hidden_layers=1, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
+        compare(encoder, partial(of_hf, how="packed"), mesh, None, Options())  # whose attention goes by no positions
     if not split:
         compare(partial(hf, "Llama"), partial(two_batches, how="left"), mesh, None, Options())
     for place, kind in enumerate(kinds):
@@ -323,6 +359,11 @@ def placed(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
+def by_place(logits: Tensor, ids: Tensor) -> Tensor:
+    """All samples' first tokens, then their second ones: right as long as shares are not padded."""
+    return F.cross_entropy(logits.transpose(0, 1).flatten(0, 1), ids.t().flatten())
+
+
 def in_half(logits: Tensor, ids: Tensor, reduction: str = "mean") -> Tensor:
     """Of 16 bits, which have no number as large as the sum over tokens."""
     return F.cross_entropy((1e4 * logits.flatten(0, 1)).half(), ids.flatten(), reduction=reduction)
@@ -337,13 +378,37 @@ def own_losses(mesh: Mesh) -> None:
     ):
         with pytest.raises(ValueError, match=f"Own cannot share sequences over 2 ranks of z: it .*{why}"):
             parallelize(seeded(partial(Own, loss)), mesh)(ids())
+    model, wanted = parallelize(seeded(partial(Own, by_place)), mesh), seeded(partial(Own, by_place))(ids(tokens=12))
+    torch.testing.assert_close(model(ids(tokens=12)), wanted, rtol=1e-10, atol=1e-10)
+    with pytest.raises(
+        ValueError,
+        match="Own cannot share sequences over 2 ranks of z: it .*lie token by token.* a multiple of 4 tokens",
+    ):
+        model(ids())
     half = parallelize(seeded(partial(Own, in_half)), mesh)(ids(tokens=200))
     rows = seeded(partial(Own, partial(in_half, reduction="none")))(ids(tokens=200))
     torch.testing.assert_close(half, rows.double().mean().half())
     assert rows.double().sum() > torch.finfo(torch.float16).max
+    compare(Penalised, with_penalty, mesh, None, Options())
     value, logits = parallelize(seeded(partial(Own, placed, True)), mesh)(ids())
     with pytest.raises(ValueError, match="a loss is computed of what the model gives beside its own loss"):
         (value + logits.square().mean()).backward()
+
+
+class Penalised(Mixer):
+    """Gives logits, and a penalty beside them, as mixtures do."""
+
+    def __init__(self) -> None:
+        super().__init__("places")
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.head(self.mixed(self.table(ids))), self.head.weight.square().mean()
+
+
+def with_penalty(model: nn.Module, mesh: Mesh | None) -> Tensor:
+    batch = part(ids(), mesh)
+    logits, penalty = model(batch)
+    return placed(logits, batch) + penalty
 
 
 class Both(Mixer):
@@ -390,6 +455,29 @@ class Recalling(Mixer):
         x = self.table(ids)
         x = x + F.scaled_dot_product_attention(x, x, x, is_causal=True)
         return self.head(x + F.scaled_dot_product_attention(x, memory, memory))
+
+
+class Placed(Mixer):
+    """Counts the places of its tokens where it is not given them, in training once more."""
+
+    def __init__(self) -> None:
+        super().__init__("places")
+        self.places = nn.Embedding(64, 8)
+
+    def forward(self, ids: Tensor, places: Tensor | None = None) -> Tensor:
+        where = torch.arange(ids.shape[1]) if places is None else places
+        more = torch.arange(ids.shape[1])[:, None] if self.training else 0
+        return self.head(self.mixed(self.table(ids) + self.places(where) + more))
+
+
+def in_turns(mesh: Mesh) -> None:
+    """Calls that ask for the places of tokens, and others that do not."""
+    model, alone = parallelize(seeded(Placed), mesh), seeded(Placed)
+    places = torch.arange(TOKENS).expand(BATCH, -1)
+    for training in (True, False, True):
+        for given in ((ids(),), (ids(), places), (ids(),)):
+            found, wanted = (one.train(training)(*given) for one in (model, alone))
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
 def another_call(mesh: Mesh) -> None:
@@ -492,9 +580,11 @@ def called_beside_its_forward(mesh: Mesh) -> None:
 
 def refusals() -> None:
     mesh = Mesh(Grid(gz=2, sequence=2))
+    computed_again(mesh)
     called_beside_its_forward(mesh)
     own_losses(mesh)
     another_call(mesh)
+    in_turns(mesh)
     counts(mesh)
     routed_without_labels(mesh)
     refused_later(mesh)

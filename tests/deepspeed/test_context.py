@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor, nn
 
 from axonn_plugins.config import ConfigError, parse
 from axonn_recipes.models.gpt import GPT, GPTConfig
+from axonn_tp import Grid, Mesh, Options
+from tests.axonn_tp.test_context import Checkpointing, compare, two_lengths
 from tests.deepspeed.training import Case, difference, run_cases, serial
 from tests.distributed import run_ranks, same_on_all
 from tests.matrix import thorough
@@ -91,3 +94,19 @@ def test_mistakes_are_one_sentence(block: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as raised:
         parse({"tensor_parallel": block})
     assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+class DeepSpeeds(Checkpointing):
+    """By DeepSpeed's own checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__(as_module=False, reentrant=True)
+        self.again = checkpointing.checkpoint
+
+
+def computed_again() -> None:
+    compare(DeepSpeeds, two_lengths, Mesh(Grid(gz=2, sequence=2)), None, Options())
+
+
+def test_deepspeeds_checkpoints_know_their_tokens() -> None:
+    run_ranks(computed_again, 2)

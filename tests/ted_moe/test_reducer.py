@@ -1,6 +1,7 @@
 """Sums of gradients while backward runs against those behind it, with experts on several ranks."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ted_moe
 from axonn_plugins.observe.ledger import Ledger
+from axonn_plugins.pipeline.bucketed_optimizer import BucketedOptimizer
 from axonn_plugins.ted.stock import EXPERTS, FEATURES, Plain, data_tokens, groups_of
 from ted_moe import Topology
 from tests.distributed import run_ranks
@@ -110,3 +112,99 @@ def test_buckets_of_no_bytes_are_refused():
             ted_moe.GradientReducer(Model(groups.topology, groups).parameters(), groups, bucket_bytes=0)
 
     run_ranks(refused, 1)
+
+
+def overflown():
+    """One rank's experts alone have an infinite gradient, then none has."""
+    groups = groups_of(Topology(4, 2, 2))
+    model = Model(groups.topology, groups, **OPTIONS[0]).double()
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        ted_moe.TiledOptimizer(lambda some: torch.optim.SGD(some, lr=0.1), model.parameters()),
+    ]
+    found = []
+    for optimizer in optimizers:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for last in (True, False):
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            optimizer.zero_grad()
+            scaler.scale(model(data_tokens(groups.rank("data"), 9, 0).double(), False)).backward()
+            ted_moe.sync_gradients(model.parameters(), groups)
+            if last and torch.distributed.get_rank() == 3:
+                next(model.experts.local.parameters()).grad.fill_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            moved = [not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)]
+            found.append((any(moved), scaler.get_scale()))
+    return found
+
+
+def test_an_overflow_in_one_ranks_experts_skips_the_step_on_all():
+    assert run_ranks(overflown, 4) == [[(False, 2.0), (True, 2.0)] * 2] * 4
+
+
+def clipped():
+    """Two steps, clipped by torch's norm of the whole model and by optimizers of ours."""
+    groups = groups_of(Topology(4, 2, 2))
+    for make in (partial(ted_moe.TiledOptimizer, tile_size=100), BucketedOptimizer):
+        alone = Model(groups.topology, groups, **OPTIONS[0]).double()
+        model = copy.deepcopy(alone)
+        stock = torch.optim.SGD(alone.parameters(), lr=0.1)
+        ours = make(lambda some: torch.optim.SGD(some, lr=0.1), model.parameters(), max_norm=0.1)
+        for seed in range(2):
+            for one, optimizer in ((alone, stock), (model, ours)):
+                optimizer.zero_grad()
+                one(data_tokens(groups.rank("data"), 9, seed).double(), True).backward()
+                ted_moe.sync_gradients(one.parameters(), groups)
+            norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+            stock.step()
+            ours.step()
+            assert norm > 0.1
+            torch.testing.assert_close(ours.total_norm, norm, **NEAR)
+            for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(found, wanted, **NEAR)
+
+
+def test_tiles_clip_by_the_norm_of_all_ranks_experts():
+    run_ranks(clipped, 4)
+
+
+def stepped_by_matrices():
+    """An optimizer whose step of one element depends on its row and column, on experts that are split, and on whole ones."""
+    for whole in (False, True):
+        topology = Topology(2, 2, 1, expert_tensor_parallel=not whole)
+        model = Model(topology, groups_of(topology), **OPTIONS[0])
+        optimizer = torch.optim.Adafactor(model.parameters())
+        model(data_tokens(0, 9, 0).float(), True).backward()
+        if whole:
+            optimizer.step()
+            continue
+        for _ in range(2):
+            with pytest.raises(
+                ValueError, match="Adafactor looks at whole weight matrices, of which a rank has shards"
+            ):
+                optimizer.step()
+        torch.optim.AdamW(model.parameters()).step()
+
+
+def test_optimizers_of_whole_matrices_are_refused_where_experts_are_split():
+    run_ranks(stepped_by_matrices, 2)
+
+
+def wrapped():
+    """Torch's wrapper, which is given experts of several ranks, such a model without them, and experts that are replicas."""
+    ddp = nn.parallel.DistributedDataParallel
+    for topology in (Topology(2, 1, 2), Topology(2, 2, 1)):
+        model = copy.deepcopy(Model(topology, groups_of(topology)))
+        with pytest.raises(ValueError, match="whose 'experts.deepspeed_moe.experts.* is an expert's"):
+            ddp(model)
+        experts = [
+            f"experts.{name}" for name, one in model.experts.named_parameters() if not getattr(one, "allreduce", True)
+        ]
+        ddp._set_params_and_buffers_to_ignore_for_model(model, experts)
+        assert ddp(model).module is model
+    assert ddp(Model(Topology(2), groups_of(Topology(2)))).module.training
+
+
+def test_distributed_data_parallel_is_refused_around_experts_of_several_ranks():
+    run_ranks(wrapped, 2)

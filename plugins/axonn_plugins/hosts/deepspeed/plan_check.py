@@ -17,6 +17,9 @@ import axonn_tp
 from axonn_plugins import config
 from axonn_plugins.config import ConfigError
 from axonn_tp import Mesh, first_difference
+from axonn_tp.context.recomputed import exchange
+
+exchange(checkpointing.CheckpointFunction)
 
 _KEY = "axonn.tensor_parallel.plan"
 _LAYERS, _CONTEXT = (Path(axonn_tp.__file__).parent / room for room in ("layers", "context"))
