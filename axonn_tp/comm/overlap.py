@@ -242,7 +242,7 @@ class Gathers:
         with explained(self.mesh.group("z")):
             flat = gather.bundle.take(gather.number)
         if ahead and phase == "forward":
-            self._sent.look(shard.to(dtype), flat, self.mesh.rank("z"), self.mesh.size("z"), _name(layer))
+            self._sent.look(shard.to(dtype), flat, self.mesh.group("z"), _name(layer))
         if phase == "forward" and layer.training:
             self._keep(layer, key, flat)
         return flat

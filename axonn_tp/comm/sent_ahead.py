@@ -6,6 +6,7 @@ Their layers would compute with what was sent before. Looked at in fewer and few
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -20,22 +21,23 @@ class SentAhead:
         self._forwards += 1
 
     @torch.no_grad()
-    def look(self, shard: Tensor, gathered: Tensor, rank: int, ranks: int, name: str) -> None:
+    def look(self, shard: Tensor, gathered: Tensor, group: dist.ProcessGroup, name: str) -> None:
         """A layer is about to compute with what was gathered ahead.
 
         Args:
             shard: this rank's, in the type in which it was sent.
             gathered: from all ranks.
-            rank: its place among them.
-            ranks: their number.
+            group: these ranks; a stand-in for ranks that are not there, torch's "fake", has gathered nothing.
             name: of the layer.
 
         Raises:
             ValueError: the shard has other values by now.
         """
-        if self._forwards & (self._forwards - 1) or (shard.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if self._forwards & (self._forwards - 1) or dist.get_backend(group) == "fake":
             return
-        sent = gathered.chunk(ranks)[rank]
+        if shard.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        sent = gathered.chunk(group.size())[group.rank()]
         if torch.equal(sent, shard) or torch.allclose(sent, shard, rtol=0, atol=0, equal_nan=True):
             return
         raise ValueError(
