@@ -9,6 +9,7 @@ All ranks run the same passes, so all start the same collectives of the same ten
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -224,7 +225,8 @@ class Gathers:
         phase, key = _phase(), _key(shard, dtype)
         self.note(layer)
         self._sources[layer] = shard, dtype
-        self.order = (self.order * 1_000_003 + self._numbers.get(layer, 0)) % 2**62
+        number = self._numbers.get(layer) or zlib.crc32(_name(layer).encode())  # in a copy of the model
+        self.order = (self.order * 1_000_003 + number) % 2**62
         if phase == "forward":
             self._forward_since = True
         else:
