@@ -218,7 +218,7 @@ def _enter_forward(model: nn.Module, inputs: tuple, keywords: dict[str, Any]) ->
         return
     if model.training:
         forward.same.begin(given)
-    if model.training or any(tensor.requires_grad for tensor in tensors_in(given)):
+    if forward.running == 1 and (model.training or any(tensor.requires_grad for tensor in tensors_in(given))):
         forward.uses.begin(given)
     if model.training and forward.order.looks and forward.uses.looks:
         look_at_losses(model)
@@ -243,7 +243,8 @@ def _leave_forward(model: nn.Module, inputs: tuple, output: object) -> Any:
     forward.running -= 1
     for gathers in forward.layers:
         gathers.leave()
-    forward.uses.end(model, output)
+    if not forward.running:
+        forward.uses.end(model, output)
     if model.training:
         forward.order.passed(forward.layers)
     make_states_whole(output, forward.mesh)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from axonn_tp.comm.clipping import largest_of, measure_whole, owner_of, power
+from axonn_tp.comm.clipping import measure_whole, owner_of, power, received_largest, sent_largest
 from axonn_tp.comm.collectives import all_reduce
 from axonn_tp.comm.gradients import sum_gradients_once
 from axonn_tp.comm.reducer import BucketReducer, check_bytes
@@ -98,10 +98,9 @@ def _whole_norm(tensors: list[Tensor], parameters: list[Any], groups: Groups, ki
     """The norm of the whole model's gradients, of which replicas count once, the same on every rank; see `axonn_tp.comm.clipping`."""
     device = parameters[0].device
     if kind == float("inf"):
-        largest = largest_of(tensors, device)
-        sent = largest.to(groups.sender("block", device))
+        sent = sent_largest(tensors, device).to(groups.sender("block", device))
         dist.all_reduce(sent, dist.ReduceOp.MAX, group=groups.group("block"))
-        return sent.to(device)
+        return received_largest(sent.to(device))
     powers = torch.zeros(2, 2, dtype=torch.float64, device=device)  # of dense layers and experts, whole and split
     for tensor, parameter in zip(tensors, parameters, strict=True):
         split = getattr(parameter, "ted_split", False) or getattr(parameter, "tensor_model_parallel", False)

@@ -186,8 +186,8 @@ def whole_norm(tensors: list[Tensor], parameters: list[Any], mesh: Mesh, kind: f
         kind: of the norm.
     """
     if kind == float("inf"):
-        largest = largest_of(tensors, mesh.device)
-        return all_reduce(all_reduce(largest, mesh, "model", "max"), mesh, "batch", "max")
+        largest = sent_largest(tensors, mesh.device)
+        return received_largest(all_reduce(all_reduce(largest, mesh, "model", "max"), mesh, "batch", "max"))
     powers = {str(number): power(tensor, kind) for number, tensor in enumerate(tensors)}
     named = {str(number): parameter for number, parameter in enumerate(parameters)}
     return global_square(powers, named, mesh).pow(1 / kind)
@@ -198,7 +198,13 @@ def power(tensor: Tensor, kind: float) -> Tensor:
     return tensor.detach().abs().double().pow(kind).sum()
 
 
-def largest_of(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The largest magnitude on this rank."""
+def sent_largest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The largest magnitude on this rank for a maximum over ranks, in which backends may drop NaN: if there is one, and the largest of what is none."""
     largest = [tensor.detach().abs().amax().double().to(device) for tensor in tensors if tensor.numel()]
-    return torch.stack([torch.zeros((), dtype=torch.float64, device=device), *largest]).amax()
+    found = torch.stack([torch.zeros((), dtype=torch.float64, device=device), *largest])
+    return torch.stack([found.isnan().any().double(), found.nan_to_num(0.0, torch.inf).amax()])
+
+
+def received_largest(sent: Tensor) -> Tensor:
+    """The largest magnitude on all ranks, of the maximum of what `sent_largest` gave: NaN where one of them has one."""
+    return torch.where(sent[0] > 0, torch.nan, sent[1])

@@ -9,6 +9,7 @@ All ranks run the same passes, so all start the same collectives of the same ten
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from torch import Tensor
 from axonn_tp.comm.bundle import Bundle, fits, start_all_gathers
 from axonn_tp.comm.collectives import scatter_from, start_sum_of_shares
 from axonn_tp.comm.recorded import apart_from_checkpoints
+from axonn_tp.comm.sent_ahead import SentAhead
 from axonn_tp.comm.shard_gradients import ShardGradients, given
 from axonn_tp.comm.stalls import BACKWARD, calls_of, explained
 from axonn_tp.comm.sums_of_shares import Sums
@@ -154,7 +156,7 @@ class Gathers:
         self._numbers: dict[GatheredLayer, int] = {}
         self.forwards = 0
         self.sums = Sums(mesh, options.bucket_bytes)
-        self._gradients = ShardGradients()
+        self._gradients, self._sent = ShardGradients(), SentAhead()
         self.order, self._forward_since = 0, False
 
     def __deepcopy__(self, memo: dict) -> Gathers:
@@ -171,6 +173,7 @@ class Gathers:
             gather.bundle.wait()
         if not in_backward():
             self.sums.clear()
+            self._sent.begin()
         for store in (self._pending, self._stand_ins, self._kept, self._sources, self._last):
             store.clear()
         if self.mesh.size("z") == 1:
@@ -222,7 +225,8 @@ class Gathers:
         phase, key = _phase(), _key(shard, dtype)
         self.note(layer)
         self._sources[layer] = shard, dtype
-        self.order = (self.order * 1_000_003 + self._numbers.get(layer, 0)) % 2**62
+        number = self._numbers.get(layer) or zlib.crc32(_name(layer).encode())  # in a copy of the model
+        self.order = (self.order * 1_000_003 + number) % 2**62
         if phase == "forward":
             self._forward_since = True
         else:
@@ -230,7 +234,8 @@ class Gathers:
             if kept is not None and kept[0] == key:
                 return kept[1]
         gather = self._pending.pop(layer, None)
-        if gather is None or gather.key != key:
+        ahead = gather is not None and gather.key == key
+        if gather is None or not ahead:
             (gather,) = self._gather([(shard, dtype)])
         if self.options.overlap_all_gather and (phase == "backward" or self.in_forward):
             self._successor[phase, self._last.get(phase)] = layer
@@ -238,6 +243,8 @@ class Gathers:
             self._start_successors(phase, layer)
         with explained(self.mesh.group("z")):
             flat = gather.bundle.take(gather.number)
+        if ahead and phase == "forward":
+            self._sent.look(shard.to(dtype), flat, self.mesh.group("z"), _name(layer))
         if phase == "forward" and layer.training:
             self._keep(layer, key, flat)
         return flat
@@ -250,8 +257,7 @@ class Gathers:
 
     def note(self, layer: GatheredLayer, part: str = "") -> None:
         """Say of which layer the next collective over z is (`axonn_tp.comm.stalls`)."""
-        name = getattr(layer, "axonn_name", type(layer).__name__)
-        calls_of(self.mesh.group("z")).note(f"{part}layer {name}")
+        calls_of(self.mesh.group("z")).note(f"{part}layer {_name(layer)}")
 
     def _gather(self, wanted: Sequence[tuple[Tensor, torch.dtype]]) -> list[_Gather]:
         """Begin to gather shards, each in a type, all in one."""
@@ -328,6 +334,10 @@ class Gathers:
         held = sum(kept.nbytes for _, kept in self._kept.values())
         if len(self._kept) < self._most_layers and held + flat.nbytes <= self._most_bytes:
             self._kept[layer] = key, flat
+
+
+def _name(layer: GatheredLayer) -> str:
+    return getattr(layer, "axonn_name", type(layer).__name__)
 
 
 def _phase() -> str:

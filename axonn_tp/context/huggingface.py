@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -122,20 +122,25 @@ def with_routers(call: Any, output: Any) -> Any:
 FUSED = "fused_lm_head"
 
 
+class _OnShares:
+    """A forward of a model's own, computed on shares; a copy of the model has its own."""
+
+    def __init__(self, model: Any, own: Callable[..., Any]) -> None:
+        update_wrapper(self, own)
+        self._model, self._own = model, own
+
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
+        return self._model.axonn_sequences.run(self._model, self._called, inputs, keywords)
+
+    def _called(self, model: nn.Module, *inputs: Any, **keywords: Any) -> Any:
+        return self._own(*inputs, **keywords)
+
+
 def share_own_forward(model: Any) -> None:
     """Have a forward of the model's own, as TRL's, compute on shares as well: it calls that of the class as it was before."""
     own = vars(model).get("forward")
-    if own is None:
-        return
-
-    def call(model: nn.Module, *inputs: Any, **keywords: Any) -> Any:
-        return own(*inputs, **keywords)
-
-    @wraps(own)
-    def forward(*inputs: Any, **keywords: Any) -> Any:
-        return model.axonn_sequences.run(model, call, inputs, keywords)
-
-    model.forward = forward
+    if own is not None:
+        model.forward = _OnShares(model, own)
 
 
 def shifted_for_head(call: Any, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ def in_place(function: Any) -> bool:
     """True if a function, by its name, changes what it is given first."""
     name = getattr(function, "__name__", "")
     inside = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__")
-    return inside or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return inside or name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
 
 
 def _shares_memory(made: Any, weight: Tensor) -> bool:

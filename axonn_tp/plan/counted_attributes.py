@@ -69,23 +69,29 @@ def local_counts(module: nn.Module, names: Iterable[str], shares: int) -> Iterat
             setattr(module, name, value)
 
 
+class _Counts:
+    """Hooks of a module that divide its counts; a copy of the module has its own."""
+
+    def __init__(self, names: Iterable[str], shares: Callable[[], int]) -> None:
+        self._names, self._shares = tuple(names), shares
+        self._running: list[list[tuple[str, Any]]] = []
+
+    def enter(self, module: nn.Module, *_: Any) -> None:
+        self._running.append(_divide(module, self._names, 1 if self._running else self._shares()))
+
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        for name, value in self._running.pop():
+            setattr(module, name, value)
+
+
 def count_locally(module: nn.Module, names: Iterable[str], shares: Callable[[], int]) -> None:
     """From now on each forward of `module` finds the named attributes divided by what `shares()` then returns.
 
     Calls may nest, as where a forward calls its own module again.
     """
-    names = tuple(names)
-    running: list[list[tuple[str, Any]]] = []
-
-    def enter(*_: Any) -> None:
-        running.append(_divide(module, names, 1 if running else shares()))
-
-    def leave(*_: Any) -> None:
-        for name, value in running.pop():
-            setattr(module, name, value)
-
-    module.register_forward_pre_hook(enter, prepend=True)
-    module.register_forward_hook(leave, always_call=True)
+    counts = _Counts(names, shares)
+    module.register_forward_pre_hook(counts.enter, prepend=True)
+    module.register_forward_hook(counts.leave, always_call=True)
 
 
 def divisors(number: int) -> list[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -632,3 +634,26 @@ def kept(sequence: int) -> int:
 
 def test_activations_fall_with_the_ranks_that_share() -> None:
     assert max(run_ranks(kept, 4, 4)) < 0.3 * kept(1)
+
+
+def doubled(model: nn.Module) -> nn.Module:
+    """Gives a model a forward of its own, which calls its class's."""
+    model.forward = MethodType(lambda self, *given: 2 * GPT.forward(self, *given), model)  # type: ignore[method-assign]
+    return model
+
+
+@torch.no_grad()
+def copied() -> list[float]:
+    """Errors of a copy's outputs behind a change of the first model's weights."""
+    mesh, errors = Mesh(Grid(gz=2, sequence=2)), []
+    for own in (lambda model: model, doubled):
+        serial, model = own(seeded(small_gpt)), own(seeded(small_gpt))
+        again = copy.deepcopy(parallelize(model, mesh, {}))
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+        errors.append(float((again(ids()) - serial(ids())).abs().max()))
+    return errors
+
+
+def test_a_copy_computes_with_its_own_weights() -> None:
+    assert all(error < 1e-10 for errors in run_ranks(copied, 2) for error in errors)

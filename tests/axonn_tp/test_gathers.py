@@ -249,12 +249,14 @@ class Tied(nn.Module):
 class Clamping(Tied):
     """Changes a weight in its forward, as models do whose weights are to be positive."""
 
-    limit, row = 9.0, False
+    limit, row, assigned = 9.0, False, False
 
     def forward(self, x: Tensor) -> Tensor:
         assert (x @ self.layer.weight.t()).shape == self.layer(x).shape
         if self.row:
             self.layer.weight.data[0].zero_()
+        if self.assigned:
+            self.layer.weight.data = nn.functional.normalize(self.layer.weight.data, dim=1)
         self.layer.weight.data.clamp_(-self.limit, self.limit)
         return self.layer(x)
 
@@ -269,8 +271,8 @@ def shapes() -> list[tuple[int, ...]]:
     other(torch.randn(2, 4))
     clamping: Any = axonn_tp.parallelize(Clamping(nn.Linear(4, 6)), mesh)
     clamping(torch.randn(2, 4))
-    for limit, row in ((0.01, False), (9.0, True)):
-        clamping.limit, clamping.row = limit, row
+    for limit, row, assigned in ((0.01, False, False), (9.0, True, False), (9.0, False, True)):
+        clamping.limit, clamping.row, clamping.assigned = limit, row, assigned
         with pytest.raises(ValueError, match="changes the weight of layer layer, which is split"):
             clamping(torch.randn(2, 4))
     return found
@@ -279,3 +281,52 @@ def shapes() -> list[tuple[int, ...]]:
 def test_only_its_own_models_forward_makes_a_weight_whole() -> None:
     for inside, outside in run_ranks(shapes, 2):
         assert inside == (6, 4) and outside != inside
+
+
+class Shrinking(Two):
+    """Changes its weights where its forward begins, or between its layers."""
+
+    def __init__(self, late: bool, counted: bool) -> None:
+        super().__init__("plain")
+        self.late, self.counted = late, counted
+
+    def shrink(self) -> None:
+        for parameter in self.parameters():
+            (parameter if self.counted else parameter.data).mul_(0.9)
+
+    def second(self, x: Tensor) -> Tensor:
+        if self.late:
+            with torch.no_grad():
+                self.shrink()
+        return super().second(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.late:
+            with torch.no_grad():
+                self.shrink()
+        return super().forward(x)
+
+
+def shrunk(late: bool, counted: bool) -> float:
+    """Largest error of four outputs."""
+    mesh = Mesh.create(1, 1, 2)
+    torch.manual_seed(0)
+    serial = Shrinking(late, counted).double()
+    split = axonn_tp.parallelize(copy.deepcopy(serial), mesh, {})
+    errors = []
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(4, 6, dtype=torch.float64)
+            errors.append(float((split(mesh.shard_batch(x)) - mesh.shard_batch(serial(x))).abs().max()))
+    return max(errors)
+
+
+def weights_that_change_on_their_way() -> list[float]:
+    for late in (False, True):
+        with pytest.raises(ValueError, match="changes the weight of layer (one|other) by .data"):
+            shrunk(late, counted=False)
+    return [shrunk(late, counted=True) for late in (False, True)]
+
+
+def test_a_weight_that_changes_on_its_way_is_sent_anew_or_refused() -> None:
+    assert all(error < 1e-10 for errors in run_ranks(weights_that_change_on_their_way, 2) for error in errors)

@@ -296,3 +296,21 @@ def after_a_refusal() -> float:
 
 def test_a_call_after_one_that_was_refused_finds_whole_weights() -> None:
     assert max(run_ranks(after_a_refusal, 2)) < 1e-10
+
+
+def not_a_number() -> None:
+    """The other rank's is taken into the norm, as it is in one process."""
+    model = parallelize(nn.Sequential(nn.Linear(8, 8)), Mesh(Grid(gx=2)))
+    for rank in range(2):
+        model(torch.ones(3, 8)).sum().backward()
+        if dist.get_rank() == rank:
+            model[0]._parameters["weight"].grad[0, 0] = torch.nan
+        for kind in (2.0, torch.inf):
+            assert get_total_norm([p.grad for p in model.parameters()], kind).isnan(), kind
+        with pytest.raises(RuntimeError, match="norm of type inf of a split model is nan"):
+            clip_grad_norm_(model.parameters(), 1.0, torch.inf, error_if_nonfinite=True)
+        model.zero_grad()
+
+
+def test_the_largest_gradient_may_be_no_number() -> None:
+    run_ranks(not_a_number, 2, backend="gloo")  # which drops it in a maximum

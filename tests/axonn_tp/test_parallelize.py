@@ -473,6 +473,33 @@ def test_the_serial_state_comes_back_whole() -> None:
     assert all(run_ranks(whole_state, 4))
 
 
+class Attending(nn.Module):
+    """Attention whose reshapes go by an attribute that counts heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.proj = 4, nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def copies_that_count() -> list[float]:
+    """Errors of outputs: of a split model, of a copy while the model is there, and of a copy of that."""
+    torch.manual_seed(7)
+    serial = nn.Sequential(Attending(), nn.Linear(8, 3)).double()
+    plan = {"0.qkv": LayerPlan("normal", parts=3, heads=4, counts=("heads",)), "0.proj": "transposed"}
+    model = axonn_tp.parallelize(copy.deepcopy(serial), Mesh.create(2), plan)
+    once = copy.deepcopy(model)
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    return [float((each(x) - serial(x)).abs().max()) for each in (model, once, copy.deepcopy(once))]
+
+
+def test_a_copy_divides_its_own_counts() -> None:
+    assert all(error < 1e-10 for errors in run_ranks(copies_that_count, 2) for error in errors)
+
+
 @pytest.mark.parametrize("option", ["max_norm", "scale_grad_by_freq", "sparse"])
 def test_embeddings_that_go_by_what_a_rank_reads_are_refused(option: str) -> None:
     model = nn.Sequential(nn.Embedding(5, 4, **{option: 1.0 if option == "max_norm" else True}), nn.Linear(4, 4))

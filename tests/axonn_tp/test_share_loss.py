@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from axonn_tp import Mesh, Options, layout_of, parallelize, sync_gradients
+from axonn_tp.layers.activation import uses_on_shares
 from tests.axonn_tp.test_auto import Everywhere
 from tests.distributed import run_ranks
 
@@ -103,6 +104,40 @@ def _shared_uses() -> None:
             for mine, other in zip(model.parameters(), serial.parameters(), strict=True):
                 if mine.grad is not None and not hasattr(mine, "axonn_layout"):
                     assert (mine.grad - other.grad).abs().max() < 1e-12
+
+
+class _Calling(Everywhere):
+    """Calls itself first, as models do that refine what they gave."""
+
+    gradients, again = False, True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not self.again:
+            return super().forward(tokens)
+        self.again = False
+        with torch.set_grad_enabled(self.gradients):
+            first = self(tokens)
+        self.again = True
+        return super().forward(tokens) + first
+
+
+def _called_within() -> None:
+    """A pass in which the model calls itself is looked at as any other, and nothing is noted behind it."""
+    tokens, plan, mesh = torch.arange(6).view(2, 3), {"up": "normal", "down": "transposed"}, Mesh.create(gx=2)
+    for gradients in (False, True):
+        for kind in ("activation", "within"):
+            torch.manual_seed(1)
+            serial = _Calling(kind).double()
+            serial.gradients = gradients
+            model = parallelize(copy.deepcopy(serial), mesh, plan)
+            if kind == "activation":
+                with pytest.raises(ValueError, match="act.weight is used on features that a pair of the plan splits"):
+                    model(tokens)
+            else:
+                for each in (model, serial):
+                    each(tokens).square().mean().backward()
+                assert not _differences(model, serial, mesh), gradients
+            assert not uses_on_shares, (gradients, kind)
 
 
 class _Scaled(nn.Module):
@@ -297,6 +332,7 @@ def _all_refusals() -> list[str]:
     _several_passes()
     _arguments_on_shares()
     _shared_uses()
+    _called_within()
     _copied_and_changed()
     _penalties()
     _whole_last_layer()

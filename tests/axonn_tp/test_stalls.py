@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 
@@ -152,11 +153,12 @@ def test_what_nothing_follows_is_found_by_the_watch(capfd: pytest.CaptureFixture
     assert capfd.readouterr().err.count(said) == 2
 
 
-def route() -> list[str]:
-    """As many layers on each rank, by its rows, but others; found in the pass after the one that is looked at."""
+def route(copied: bool) -> list[str]:
+    """As many layers on each rank, by its rows, but others; found in the pass after the one that is looked at, in a copy of the model, too."""
     mesh, said = Mesh(Grid(gz=2)), []
     for differs in (False, True):
         model = parallelize(Three(), mesh, {"layers.*": LayerPlan("normal")})
+        model = copy.deepcopy(model) if copied else model
         try:
             for step in range(5):
                 skipped = step % 2 + 1 if not differs else 2 - dist.get_rank()
@@ -168,7 +170,8 @@ def route() -> list[str]:
     return said
 
 
-def test_other_layers_of_one_shape_on_each_rank() -> None:
-    one, other = run_ranks(route, 2)
+@pytest.mark.parametrize("copied", [False, True])
+def test_other_layers_of_one_shape_on_each_rank(copied: bool) -> None:
+    one, other = run_ranks(route, 2, copied)
     assert one == other and one[:2] == ["went on"] * 2 and len(one) == 3
     assert one[2].startswith("rank 1 called other layers than rank 0 in the model's forward, or in another order")

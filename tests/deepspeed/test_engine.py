@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
+from packaging.version import Version
 from torch import Tensor, nn
 
 from axonn_recipes.models.gpt import GPT, GPTConfig
@@ -219,7 +221,7 @@ EVERY_RUN = {
 }
 """Each grid, stage, precision, model and kind of optimizer at least once."""
 assert EVERY_RUN <= CASES.keys()
-_NO_STREAM = hasattr(checkpointing, "transport_stream") and get_accelerator().Stream is None
+_NO_STREAM = Version(deepspeed.__version__) < Version("0.19") and get_accelerator().Stream is None
 
 
 @pytest.fixture(scope="module")
