@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from datetime import timedelta
 from functools import partial
@@ -280,6 +281,28 @@ def _both_devices() -> None:
     dist.all_reduce(mine, group=group)
     dist.barrier(group)
     assert mine.tolist() == [10.0] * 3
+    own = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    parts = [torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(other)) for other in range(4)]
+    sums, whole, share = (
+        [own.clone(), own + 1],
+        torch.zeros(24, dtype=torch.float64),
+        torch.zeros(6, dtype=torch.float64),
+    )
+    calls: list[Callable[[], Any]] = [
+        lambda: [dist.all_reduce(each, group=group) for each in sums],
+        lambda: dist.all_gather_into_tensor(whole, own, group),
+        lambda: dist.reduce_scatter_tensor(share, own.repeat(4), group=group),
+    ]
+    for call in calls:
+        if rank == 0:
+            time.sleep(0.2)
+        with dist._coalescing_manager(group, torch.device("cpu")):  # type: ignore[attr-defined]
+            call()
+        for each in sums if call is calls[0] else ():
+            each -= 1  # which a sum that is still under way would undo
+    wanted = [sum(parts) - 1, sum(parts) + 3, torch.cat(parts), sum(parts)]
+    for found, right in zip([*sums, whole, share], wanted, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-10)
     with pytest.raises(RuntimeError, match='"cuda:pccl" needs a CUDA device'):
         group._get_backend(torch.device("cuda")).allreduce([torch.ones(3, device="meta")], dist.AllreduceOptions())
 
