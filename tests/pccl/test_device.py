@@ -268,6 +268,29 @@ def _routed() -> None:
         assert got is there or got.tolist() == [4.0] * 3
 
 
+def _set_before_it_is_made() -> None:
+    """A timeout that a group is given before the first tensor of the accelerator's, as `dist.breakpoint` does."""
+    made: list[Any] = []
+
+    def create(asked: Any, _: Any) -> Any:
+        def gloo(name: str) -> Any:
+            store = dist.PrefixStore(name, asked.store)
+            return dist.ProcessGroupGloo(store, asked.group_rank, asked.group_size, asked.timeout)
+
+        def make() -> Any:
+            made.append(gloo("device"))
+            return made[-1]
+
+        return load().router(gloo("host"), asked.group_rank, asked.group_size, make)
+
+    dist.Backend.register_backend("pccl_late", create, extended_api=True, devices=["cpu"])
+    backend = dist.new_group(backend="pccl_late")._get_backend(torch.device("cpu"))
+    backend.set_timeout(timedelta(seconds=77))
+    assert not made
+    load().on_device(backend)
+    assert made[0].options._timeout == timedelta(seconds=77)
+
+
 def _both_devices() -> None:
     """The group as it is where there is a GPU, seen from the CPU's tensors."""
     register()
@@ -308,7 +331,7 @@ def _both_devices() -> None:
 
 
 def _four() -> None:
-    for check in (_choices, _bits, _shapes, _routed, _both_devices):
+    for check in (_choices, _bits, _shapes, _routed, _set_before_it_is_made, _both_devices):
         check()
         dist.barrier()
 

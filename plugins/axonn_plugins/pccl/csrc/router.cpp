@@ -46,6 +46,7 @@ class Router : public Delegate {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 8
   void setTimeout(std::chrono::milliseconds timeout) override {
     inner_->setTimeout(timeout);
+    timeout_ = timeout;
     if (device_) device_->setTimeout(timeout);
   }
 #endif
@@ -82,6 +83,9 @@ class Router : public Delegate {
         throw std::runtime_error(error.what());
       }
       device_->setGroupUid(getGroupUid());
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 8
+      if (timeout_) device_->setTimeout(*timeout_);
+#endif
     }
     return device_;
   }
@@ -104,6 +108,7 @@ class Router : public Delegate {
 
   std::shared_ptr<py::object> make_;
   BackendPointer device_;
+  std::optional<std::chrono::milliseconds> timeout_;  // that was set since the group was made
   bool coalescing_ = false, begun_ = false;
   std::vector<WorkPointer> works_;
 };
