@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -114,6 +115,28 @@ def test_values_are_right_and_small_calls_go_by_desks() -> None:
         assert laid["by desks"] == [1] and laid["in two parts"] == [2]
         assert laid["too long"] == [0] and laid["a schedule that was asked for"] == [0]
         assert min(laid["groups one after another"]) >= 6
+
+
+def _more_groups_than_are_listed() -> list[list[float]]:
+    """Sums in groups that come after more groups than a directory of desks has rows, one of which has gone with its desk."""
+    rank, size = join(timeout=10)
+    at_once = [dist.new_group(list(range(size))) for _ in range(256)]
+    for group in at_once:
+        dist.barrier(group)
+    dist.destroy_process_group(at_once[0])
+    sums = []
+    for late in range(size):
+        group = dist.new_group(list(range(size)))
+        if rank == late:  # the others look for its desk before it can have one
+            time.sleep(0.3)
+        total = torch.arange(3.0, dtype=torch.float64) * (rank + 1)
+        dist.all_reduce(total, group=group)
+        sums.append(total.tolist())
+    return sums
+
+
+def test_ranks_agree_who_has_a_desk_where_groups_are_more_than_are_listed() -> None:
+    assert launch(_more_groups_than_are_listed, 2) == [2 * [[0.0, 3.0, 6.0]]] * 2
 
 
 def test_which_collectives_are_done_at_desks() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from datetime import timedelta
 from functools import partial
@@ -267,6 +268,29 @@ def _routed() -> None:
         assert got is there or got.tolist() == [4.0] * 3
 
 
+def _set_before_it_is_made() -> None:
+    """A timeout that a group is given before the first tensor of the accelerator's, as `dist.breakpoint` does."""
+    made: list[Any] = []
+
+    def create(asked: Any, _: Any) -> Any:
+        def gloo(name: str) -> Any:
+            store = dist.PrefixStore(name, asked.store)
+            return dist.ProcessGroupGloo(store, asked.group_rank, asked.group_size, asked.timeout)
+
+        def make() -> Any:
+            made.append(gloo("device"))
+            return made[-1]
+
+        return load().router(gloo("host"), asked.group_rank, asked.group_size, make)
+
+    dist.Backend.register_backend("pccl_late", create, extended_api=True, devices=["cpu"])
+    backend = dist.new_group(backend="pccl_late")._get_backend(torch.device("cpu"))
+    backend.set_timeout(timedelta(seconds=77))
+    assert not made
+    load().on_device(backend)
+    assert made[0].options._timeout == timedelta(seconds=77)
+
+
 def _both_devices() -> None:
     """The group as it is where there is a GPU, seen from the CPU's tensors."""
     register()
@@ -280,12 +304,34 @@ def _both_devices() -> None:
     dist.all_reduce(mine, group=group)
     dist.barrier(group)
     assert mine.tolist() == [10.0] * 3
+    own = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    parts = [torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(other)) for other in range(4)]
+    sums, whole, share = (
+        [own.clone(), own + 1],
+        torch.zeros(24, dtype=torch.float64),
+        torch.zeros(6, dtype=torch.float64),
+    )
+    calls: list[Callable[[], Any]] = [
+        lambda: [dist.all_reduce(each, group=group) for each in sums],
+        lambda: dist.all_gather_into_tensor(whole, own, group),
+        lambda: dist.reduce_scatter_tensor(share, own.repeat(4), group=group),
+    ]
+    for call in calls:
+        if rank == 0:
+            time.sleep(0.2)
+        with dist._coalescing_manager(group, torch.device("cpu")):  # type: ignore[attr-defined]
+            call()
+        for each in sums if call is calls[0] else ():
+            each -= 1  # which a sum that is still under way would undo
+    wanted = [sum(parts) - 1, sum(parts) + 3, torch.cat(parts), sum(parts)]
+    for found, right in zip([*sums, whole, share], wanted, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-10)
     with pytest.raises(RuntimeError, match='"cuda:pccl" needs a CUDA device'):
         group._get_backend(torch.device("cuda")).allreduce([torch.ones(3, device="meta")], dist.AllreduceOptions())
 
 
 def _four() -> None:
-    for check in (_choices, _bits, _shapes, _routed, _both_devices):
+    for check in (_choices, _bits, _shapes, _routed, _set_before_it_is_made, _both_devices):
         check()
         dist.barrier()
 

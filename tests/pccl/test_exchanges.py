@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -30,6 +33,8 @@ MOVED = (
     *(torch.complex64, torch.complex128, torch.bool, torch.bfloat16, torch.int16),
 )
 """Types that go where only bytes move."""
+_MEMFD_SECRET = 447
+"""The system call's number, on all processors."""
 
 
 def _bytes(dtype: torch.dtype, elements: int, seed: int) -> Tensor:
@@ -137,6 +142,38 @@ def _futures() -> None:
 
 def test_messages_wait_for_no_callbacks() -> None:
     launch(_futures, 2)
+
+
+def _secret(elements: int) -> Tensor:
+    """Memory that the kernel reads for no other process, as a GPU's driver maps pinned memory."""
+    made = ctypes.CDLL(None, use_errno=True).syscall(_MEMFD_SECRET, 0)
+    if made < 0:
+        raise OSError(ctypes.get_errno(), "no memfd_secret")
+    os.ftruncate(made, 8 * elements)
+    memory = mmap.mmap(made, 8 * elements)
+    os.close(made)
+    return torch.frombuffer(memory, dtype=torch.float64)
+
+
+def _unreadable() -> bool:
+    rank, _ = join(timeout=8)
+    elements = 2**17
+    drawn = torch.randn(2, elements, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    own, got = _secret(elements), _secret(elements)
+    own.copy_(drawn[rank])
+    work = dist.isend(own, 1 - rank)
+    dist.recv(got, 1 - rank)
+    assert work is not None and work.wait()
+    dist.all_reduce(own)
+    return got.equal(drawn[1 - rank]) and own.allclose(drawn[0] + drawn[1], rtol=0, atol=1e-10)
+
+
+def test_memory_that_no_other_process_may_read_is_sent() -> None:
+    try:
+        _secret(1)
+    except (OSError, ValueError) as error:
+        pytest.skip(f"the kernel gives out no such memory: {error}")
+    assert launch(_unreadable, 2) == [True, True]
 
 
 def _uneven() -> None:

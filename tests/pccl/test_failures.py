@@ -140,3 +140,20 @@ def test_who_holds_up_another_group_is_named(call: str) -> None:
         "it waits for rank 1: rank 1 has not made this call, its last is call 0; "
         "in another group, rank 2 has not made the call waited for there, its last is call 0"
     ), text
+
+
+def _refused_everywhere() -> float:
+    """A sum in place of a call that all ranks were refused, which one of them makes late."""
+    rank, _ = join(timeout=30)
+    flags = torch.tensor([True])
+    with pytest.raises(ValueError, match="choose another operation"):
+        dist.all_reduce(flags, dist.ReduceOp.AVG)
+    if rank == 0:
+        time.sleep(2.5)  # beyond when others ask, and are told of a refusal
+    total = torch.ones((), dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def test_a_call_that_all_ranks_were_refused_holds_nobody_to_it() -> None:
+    assert launch(_refused_everywhere, 2) == [2.0, 2.0]

@@ -66,6 +66,10 @@ def test_places_on_the_board_are_free_again_after_failures(programs: Path) -> No
     assert "given back" in _run(programs, "places")
 
 
+def test_a_message_is_not_taken_from_memory_that_its_sender_uses_otherwise(programs: Path) -> None:
+    assert "given up 3 times" in _run(programs, "torn")
+
+
 def test_a_rank_lost_among_many_is_named_to_all_after_few_questions(programs: Path) -> None:
     told = _run(programs, "inquiry", 48, 3)
     for of in ("an all-to-all", "a ring"):

@@ -32,10 +32,14 @@ namespace places {
 namespace secrets {
 #include "secrets.cpp"
 }
+namespace torn {
+#include "torn.cpp"
+}
 
 int main(int count, char** arguments) {
   const std::map<std::string, void (*)(int, char**)> programs{
       {"collectives", collectives::run}, {"exchanges", exchanges::run}, {"fuzz", fuzz::run},
-      {"inquiry", inquiry::run},         {"places", places::run},       {"secrets", secrets::run}};
+      {"inquiry", inquiry::run},         {"places", places::run},       {"secrets", secrets::run},
+      {"torn", torn::run}};
   programs.at(arguments[1])(count - 1, arguments + 1);
 }

@@ -27,16 +27,18 @@ class Directory {
   static constexpr size_t kBytes = 4096;
   explicit Directory(char* at) : rows_(reinterpret_cast<Row*>(at)) {}
 
-  // Where there is no room nothing is listed any more.
-  void list(uint64_t group, uint64_t place) {
+  // Whether there is room. Once there was none nothing is listed any more, whatever is struck: others may have seen that there was
+  // none before they look for a group that comes later.
+  bool list(uint64_t group, uint64_t place) {
     Row& full = rows_[0];
-    for (size_t row = 1; row < kRows; ++row) {
+    for (size_t row = 1; row < kRows && full.place.load() == 0; ++row) {
       if (rows_[row].group.load() != 0) continue;
       rows_[row].place.store(place + 1);
       rows_[row].group.store(group);
-      return;
+      return true;
     }
     full.place.store(1);
+    return false;
   }
   // Where it is; kNoDesk, or nothing where that is not known yet.
   std::optional<uint64_t> find(uint64_t group) const {

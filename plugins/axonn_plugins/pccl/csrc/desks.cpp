@@ -151,14 +151,14 @@ void Engine::open(uint64_t key, Desks& desks) {
       desks.tops[own] = reinterpret_cast<DeskTop*>(board_->at(*desks.at));
       desks.tops[own]->laid.store(0);
       desks.tops[own]->taken.store(0);
-    } else {
-      desks.state = Desks::State::kShut;
     }
     desks.listed = true;
     if (board_ && board_->directory()) {
-      board_->directory()->list(key, desks.at.value_or(kNoDesk));
+      bool told = board_->directory()->list(key, desks.at.value_or(kNoDesk));
+      if (!told && desks.at) board_->give_back(*std::exchange(desks.at, std::nullopt));
       call_all(group);
     }
+    if (!desks.at) desks.state = Desks::State::kShut;
   }
   size_t known = 0;
   for (size_t rank = 0; rank < desks.tops.size() && desks.state == Desks::State::kOpening; ++rank) {

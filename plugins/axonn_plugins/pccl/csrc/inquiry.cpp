@@ -61,6 +61,7 @@ void Engine::ask(uint64_t key, uint64_t sequence, const Signature& signature, co
     if (group == groups_.end() || !group->second.broken.empty()) return;
     State& state = group->second.states[peer];
     if (!state.asked) state.asked = Clock::now();
+    header.tag = group->second.refused == sequence;  // of this rank's own, too, which made the next one in its place
     const auto& links = outgoing_.contains(peer) ? outgoing_ : incoming_;
     auto known = links.find(peer);
     if (known == links.end()) {
@@ -162,7 +163,8 @@ void Engine::on_ask(Link& link, const Header& header) {
   auto run = point ? runs_.end() : runs_.find({header.group, header.sequence});
   if (run != runs_.end() && !(run->second->signature == header.signature))
     return fail_group(header.group, mismatch(*run->second, link.peer, header), true);
-  if (!point && newest < header.sequence && group.refused == header.sequence && Clock::now() > group.refused_at + kPatience) {
+  bool others = header.tag == 0;  // who was refused the same call is in the next one, as this rank may be soon
+  if (!point && others && newest < header.sequence && group.refused == header.sequence && Clock::now() > group.refused_at + kPatience) {
     std::string why = "rank " + std::to_string(group.ranks[group.rank]) + ": call " + std::to_string(header.sequence) +
                       " of its group was refused: " + group.refusal;
     return fail_group(header.group, why, true);

@@ -5,6 +5,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <fstream>
 #include <mutex>
@@ -39,6 +40,19 @@ bool can_read(pid_t process, uint64_t address, std::string_view expected) {
   iovec local{here, expected.size()}, remote{reinterpret_cast<void*>(address), expected.size()};
   if (process_vm_readv(process, &local, 1, &remote, 1, 0) != static_cast<ssize_t>(expected.size())) return false;
   return std::memcmp(here, expected.data(), expected.size()) == 0;
+}
+
+bool can_be_read(const Pieces& pieces) {
+  constexpr size_t most = 512;  // the kernel takes twice as many at a time
+  char taken[most];
+  iovec remote[most];
+  for (size_t first = 0; first < pieces.size(); first += most) {
+    size_t count = std::min(most, pieces.size() - first);
+    for (size_t at = 0; at < count; ++at) remote[at] = {pieces.begin()[first + at].at, 1};
+    iovec local{taken, count};
+    if (process_vm_readv(getpid(), &local, 1, remote, count, 0) != static_cast<ssize_t>(count)) return false;
+  }
+  return true;
 }
 
 pid_t common_ancestor(pid_t one, pid_t other) {

@@ -46,6 +46,7 @@ class Router : public Delegate {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 8
   void setTimeout(std::chrono::milliseconds timeout) override {
     inner_->setTimeout(timeout);
+    timeout_ = timeout;
     if (device_) device_->setTimeout(timeout);
   }
 #endif
@@ -60,6 +61,15 @@ class Router : public Delegate {
   void monitoredBarrier(const c10d::BarrierOptions& options, bool all) override { inner_->monitoredBarrier(options, all); }
   WorkPointer send(Tensors& tensors, int to, int tag) override { return taken(tensors, Delegate::send(tensors, to, tag)); }
   WorkPointer recv(Tensors& tensors, int from, int tag) override { return taken(tensors, Delegate::recv(tensors, from, tag)); }
+  WorkPointer allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    return taken(tensors, Delegate::allreduce_coalesced(tensors, options));
+  }
+  WorkPointer allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    return taken(inputs, Delegate::allgather_into_tensor_coalesced(outputs, inputs, options));
+  }
+  WorkPointer reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
+    return taken(outputs, Delegate::reduce_scatter_tensor_coalesced(outputs, inputs, options));
+  }
   WorkPointer barrier(const c10d::BarrierOptions& options) override {
     return options.device && !options.device->is_cpu() ? device()->barrier(options) : inner_->barrier(options);
   }
@@ -73,6 +83,9 @@ class Router : public Delegate {
         throw std::runtime_error(error.what());
       }
       device_->setGroupUid(getGroupUid());
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 8
+      if (timeout_) device_->setTimeout(*timeout_);
+#endif
     }
     return device_;
   }
@@ -87,14 +100,15 @@ class Router : public Delegate {
     }
     return found;
   }
-  // What the CPU's backend, which knows no groups of messages, does at once belongs to the group all the same.
+  // What the CPU's backend, which knows no groups of calls, does at once belongs to the group all the same.
   WorkPointer taken(const Tensors& tensors, WorkPointer work) {
-    if (coalescing_ && tensors[0].is_cpu()) works_.push_back(work);
+    if (coalescing_ && !tensors.empty() && tensors[0].is_cpu()) works_.push_back(work);
     return work;
   }
 
   std::shared_ptr<py::object> make_;
   BackendPointer device_;
+  std::optional<std::chrono::milliseconds> timeout_;  // that was set since the group was made
   bool coalescing_ = false, begun_ = false;
   std::vector<WorkPointer> works_;
 };

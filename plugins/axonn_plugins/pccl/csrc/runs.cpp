@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "engine.hpp"
+#include "reading.hpp"
 #include "reduce.hpp"
 
 namespace pccl {
@@ -215,7 +216,7 @@ void Engine::send(Run& run, int32_t index) {
   message.op = index;
   size_t remote = link.shared ? kRemoteBeyondShared : kRemoteBytes;
   std::optional<size_t> shown = link.boarded && header.bytes >= remote ? show(run, op.like, pieces) : std::nullopt;
-  if (shown || (link.process > 0 && header.bytes >= remote && pieces.size() <= Header::kMostPieces)) {
+  if (shown || (link.process > 0 && header.bytes >= remote && pieces.size() <= Header::kMostPieces && can_be_read(pieces))) {
     header.frame = shown ? Frame::kBoard : Frame::kRemote;
     auto add = [&](uint64_t at, uint64_t bytes) {
       uint64_t row[2] = {at, bytes};
