@@ -118,6 +118,21 @@ def test_stock_stages_share_out_what_they_share_out(stage, asked):
     assert stage == 3 or ("It does not fit: it needs" in why and 'add "axonn": {"tensor_parallel"' in why)
 
 
+def test_secondary_shares_of_a_node_leave_gradients_with_all_ranks(asked):
+    raw = {"train_batch_size": 1024, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}, **BF16}
+    checked = json.loads(asked(raw, f"{ASKED} --json -")[1])["checked"]
+    held = checked["memory_parts_gb"]
+    assert (checked["gz"], checked["gdata"]) == (4, 64)
+    assert held["gradients"] == pytest.approx(2 * 20.1 / 256, rel=0.01)
+    assert held["optimizer"] == pytest.approx(12 * 20.1 / 256, rel=0.01)
+    raw["axonn"] = grid(
+        1, 1, 4, tensor_parallel={"gx": 1, "gy": 1, "gz": 4, "plan": "auto", "reshard_after_forward": True}
+    )
+    raw["zero_optimization"] = {"stage": 2}
+    ours = json.loads(asked(raw, f"{ASKED} --json -")[1])["checked"]["memory_parts_gb"]
+    assert held["weights"] == pytest.approx(ours["weights"] + 2 * 20.1 / 256, rel=1e-3)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_stages_of_experts_and_of_pruned_states(stage, asked):
     raw = {"train_batch_size": 64, "zero_optimization": {"stage": stage}, **BF16}
