@@ -139,6 +139,8 @@ BAD_MACHINES = [
     ('source = "measured"', 'source = ""', "source = '' is not a text"),
     ('fast_latency = "20 us"', 'fast_latency = "20"', "fast_latency = '20' is not a time"),
     ("domain = 2", "domain = ", "is not TOML"),
+    ("domain = 2", f"domain = {'9' * 5000}", "is not TOML"),
+    ("domain = 2", f"domain = 2\nproduct_half = {10**400}", "is not a number above 0"),
 ]
 
 
