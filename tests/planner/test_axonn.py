@@ -110,6 +110,20 @@ def test_time_to_solution_of_80b():
     assert round(days, 1) == 25.5
 
 
+def test_operations_of_layers_that_the_formula_is_not_of():
+    """A rank's utilisation goes by them: few heads of keys and values, a narrow MLP."""
+    h, s, layers, vocabulary = 1024, 256, 12, 5000
+    of_gpt = model.Transformer("gpt", layers, h, 16, s, vocabulary=vocabulary)
+    formula = 72 * s * layers * h**2 * (1 + s / (6 * h)) + 6 * s * vocabulary * h
+    assert axonn.model_flops(of_gpt, 2, recompute=False) == pytest.approx(2 * formula, rel=1e-12)
+    odd = replace(of_gpt, kv_heads=2, feed_forward=1536)
+    linears = h * (h + 2 * 128) + h * h + 2 * h * 1536
+    counted = 6 * layers * s * (linears + 2 * h * s) + 6 * s * vocabulary * h
+    assert axonn.model_flops(odd, 2, recompute=False) == pytest.approx(2 * counted, rel=1e-12)
+    again = counted + 2 * layers * s * (linears + 2 * h * s)
+    assert axonn.model_flops(odd, 2) == pytest.approx(2 * again, rel=1e-12)
+
+
 def test_grids_divide():
     at = axonn.grids(GPT_20B, 64, 16)
     assert (at.gx * at.gy * at.gz * at.gdata == 64).all()

@@ -46,6 +46,45 @@ def test_what_is_checked_is_what_is_planned(asked, capsys):
     assert checked["seconds"] == planned["seconds"] and checked["memory_gb"] == planned["memory_gb"]
 
 
+def test_gathered_weights_that_backward_finds_take_room_and_no_second_gather(asked):
+    def checked(options="--model gpt-20b --machine perlmutter --gpus 256", **keys):
+        raw = {"train_batch_size": 1024, "train_micro_batch_size_per_gpu": 1, "axonn": grid(8, 1, 8), **BF16}
+        raw["axonn"]["tensor_parallel"] |= keys
+        return json.loads(asked(raw, f"{options} --json -")[1])["checked"]
+
+    kept, half, gone = (
+        checked(**keys) for keys in ({}, {"reshard_after_forward": 0.5}, {"reshard_after_forward": True})
+    )
+    whole = 2 * 20.1 / 8  # gx shares of it
+    held = [one["memory_parts_gb"]["weights"] for one in (kept, half, gone)]
+    assert held[0] == pytest.approx(whole + whole / 8, rel=0.01) and held[1] == pytest.approx(
+        whole / 2 + whole / 8, rel=0.01
+    )
+    assert held[2] < held[1]
+    assert kept["collectives"]["gather"] == pytest.approx(gone["collectives"]["gather"] / 2)
+    assert half["collectives"]["gather"] == pytest.approx(gone["collectives"]["gather"] * 3 / 4)
+    assert kept["seconds"] < half["seconds"] < gone["seconds"]
+    again = [checked(ASKED, **keys) for keys in ({}, {"cache_gathers": "all"})]
+    assert again[0]["memory_parts_gb"]["weights"] == held[2] and again[1]["memory_parts_gb"]["weights"] == held[0]
+
+
+def test_a_pipeline_that_computes_activations_again(asked):
+    def checked(options, **pipeline):
+        raw = {
+            "train_batch_size": 1024,
+            "train_micro_batch_size_per_gpu": 1,
+            "axonn": grid(2, 1, 4, pipeline=pipeline),
+            **BF16,
+        }
+        return json.loads(
+            asked(raw, f"--model gpt-20b --machine perlmutter --gpus 256 --fix stages=4 {options} --json -")[1]
+        )["checked"]
+
+    said, asked_for, whole = checked("", activation_checkpointing=1), checked("--recompute"), checked("")
+    assert (said["seconds"], said["memory_gb"]) == (asked_for["seconds"], asked_for["memory_gb"])
+    assert said["memory_parts_gb"]["activations"] < whole["memory_parts_gb"]["activations"]
+
+
 def test_ranks_that_share_sequences(asked, capsys):
     asks = "--model llama3-8b --sequence 131072 --machine h100 --gpus 64 --recompute"
     shared = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, **BF16}
@@ -77,6 +116,21 @@ def test_stock_stages_share_out_what_they_share_out(stage, asked):
     assert checked["fits"] == (stage == 3) and checked["memory_gb"] == pytest.approx(sum(held.values()))
     why = " ".join(checked["why"])
     assert stage == 3 or ("It does not fit: it needs" in why and 'add "axonn": {"tensor_parallel"' in why)
+
+
+def test_secondary_shares_of_a_node_leave_gradients_with_all_ranks(asked):
+    raw = {"train_batch_size": 1024, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}, **BF16}
+    checked = json.loads(asked(raw, f"{ASKED} --json -")[1])["checked"]
+    held = checked["memory_parts_gb"]
+    assert (checked["gz"], checked["gdata"]) == (4, 64)
+    assert held["gradients"] == pytest.approx(2 * 20.1 / 256, rel=0.01)
+    assert held["optimizer"] == pytest.approx(12 * 20.1 / 256, rel=0.01)
+    raw["axonn"] = grid(
+        1, 1, 4, tensor_parallel={"gx": 1, "gy": 1, "gz": 4, "plan": "auto", "reshard_after_forward": True}
+    )
+    raw["zero_optimization"] = {"stage": 2}
+    ours = json.loads(asked(raw, f"{ASKED} --json -")[1])["checked"]["memory_parts_gb"]
+    assert held["weights"] == pytest.approx(ours["weights"] + 2 * 20.1 / 256, rel=1e-3)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

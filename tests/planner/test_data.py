@@ -5,7 +5,7 @@ import json
 import pytest
 
 from axonn_plugins.config.base import ConfigError
-from axonn_plugins.planner import files, machine, model
+from axonn_plugins.planner import files, here, machine, model
 from axonn_plugins.planner.axonn import node_bandwidth
 from axonn_plugins.planner.model import Transformer, UNet
 from ted_moe.memory import TABLE_4_1
@@ -139,6 +139,8 @@ BAD_MACHINES = [
     ('source = "measured"', 'source = ""', "source = '' is not a text"),
     ('fast_latency = "20 us"', 'fast_latency = "20"', "fast_latency = '20' is not a time"),
     ("domain = 2", "domain = ", "is not TOML"),
+    ("domain = 2", f"domain = {'9' * 5000}", "is not TOML"),
+    ("domain = 2", f"domain = 2\nproduct_half = {10**400}", "is not a number above 0"),
 ]
 
 
@@ -208,6 +210,22 @@ def test_this_machine_by_name(tmp_path, monkeypatch):
     machine.measured_file().write_text(machine.files.ours("machines")["two-cores"].read_text())
     assert machine.load("here-nvs4").domain == 4
     assert machine.load("here").tensor == machine.load("two-cores").tensor
+
+
+def test_this_machine_in_a_domain_of_several_hosts(tmp_path, monkeypatch):
+    """A rack of GB200 stays one domain, of as many hosts as it has, whatever a host's ranks."""
+    monkeypatch.setenv("AXONN_CACHE", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA GB200")
+    rack = machine.load("gb200")
+    for local, domain, interfaces in (("4", 72, 1.0), ("2", 36, 2.0)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        found = here.this_machine(None, "machine", cpu=False, memory=1e11)
+        assert (found.domain, found.host, found.interfaces) == (domain, int(local), interfaces)
+        assert found.slow_bandwidth == rack.slow_bandwidth
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    found = here.this_machine(None, "machine", cpu=False, memory=1e11)
+    assert (found.domain, found.host, found.interfaces) == (2, 0, machine.load("h100").interfaces * 4)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The command: answers as text, JSON and pictures; what is wrong with a command line, in one sentence."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -123,6 +124,23 @@ def test_error_bars():
     tensor = 0.05 * plan.parts["tensor"] * (1 + (plan.np - 1) / plan.microbatches)
     others = 0.19 * (plan.parts["data"] + plan.parts["pipeline"])
     assert (plan.seconds - span.low, span.high - plan.seconds) == pytest.approx((tensor + others, tensor + others))
+
+
+def test_collectives_take_no_less_than_nothing():
+    on, trained = replace(machine.load("perlmutter"), collective_error=1.5), model.load("gpt-5b")
+    plan = answer(Question(on, trained, 8, 8, ("axonn",), "roofline"), 1).best[0]
+    span, spent = step_range(on, trained, plan, "roofline", 8), plan.parts["tensor"] + plan.parts["data"]
+    assert spent > 0 and span.low == pytest.approx(plan.seconds - spent)
+    assert span.high == pytest.approx(plan.seconds + 1.5 * spent)
+
+
+@pytest.mark.parametrize("option", ["--recompute", "--samo 0.9", "--offload"])
+def test_the_published_model_of_grids_knows_no_settings(option, capsys):
+    base = "plan --model gpt-5b --machine h100 --gpus 1 --batch 1 --strategy axonn --mode paper"
+    code, _, err = run(f"{base} {option}", capsys)
+    assert code == 2 and f"{option.split()[0]} is not of the published model of 4D grids" in err
+    _, out, _ = run(base, capsys)
+    assert "nothing fits" in out and "with more GPUs it needs less" in out
 
 
 WRONG = [

@@ -135,12 +135,28 @@ def test_a_folder_without_steps(tmp_path: Path) -> None:
         run_report.write_report(tmp_path)
 
 
+def test_numbers_that_no_float_holds_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1%s}\n{"step": 2, "loss": 1.5}\n' % ("0" * 400))
+    page = run_report.write_report(tmp_path).read_text()
+    assert "1.5000 (step 2)" in page
+
+
+ROW = {"op": "all_reduce", "axis": "x", "ranks": 2, "bytes": 8.0, "started": 0.0, "ended": 1.0, "exposed": None}
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
         ("run.json", "{", 'run.json" is not JSON'),
         ("ledger.json", "{", 'ledger.json" is no ledger of collectives'),
         ("ledger.json", '{"step": 1, "collectives": [3]}', 'ledger.json" is no ledger of collectives'),
+        ("ledger.json", json.dumps({"step": 1, "collectives": [ROW | {"bytes": None}]}), "is no ledger of collectives"),
+        (
+            "ledger.json",
+            json.dumps({"step": 1, "collectives": [ROW | {"exposed": "1"}]}),
+            "is no ledger of collectives",
+        ),
+        ("metrics.jsonl", '{"step": NaN}\n{"step": 1%s}\n' % ("0" * 400), "holds no metrics.jsonl with a step"),
         ("metrics.jsonl", '3\n{"loss": 1}\n{"step": "one"}\n', "holds no metrics.jsonl with a step"),
     ],
 )

@@ -202,8 +202,15 @@ def test_mistakes_are_one_sentence(
 ) -> None:
     assert main(["timeline", str(tmp_path)]) == 2
     assert "holds no timeline.json; start the training with AXONN_TIMELINE=" in capsys.readouterr().err
-    (tmp_path / "timeline.json").write_text("[1]")
-    assert main(["timeline", str(tmp_path)]) == 2
+    for damaged in (
+        "[1]",
+        '{"step": 1, "ranks": []}',
+        '{"step": 1, "ranks": [{"rank": 0}]}',
+        '{"step": 1, "ranks": 3}',
+    ):
+        (tmp_path / "timeline.json").write_text(damaged)
+        assert main(["timeline", str(tmp_path)]) == 2
+        assert "holds no timeline.json; start" in capsys.readouterr().err
     monkeypatch.setenv("AXONN_TIMELINE_STEP", "1")
     with pytest.raises(ConfigError, match="AXONN_TIMELINE_STEP=1 is no step that can be watched"):
         steps.step_asked()

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from axonn_plugins.cli import main
+from axonn_plugins.config import ConfigError
 from axonn_recipes.validation import recipe
 from axonn_recipes.validation.problems import SIZES, Size, discs
-from axonn_recipes.validation.report import Pair
+from axonn_recipes.validation.report import Pair, earlier
 from axonn_recipes.validation.settings import BOUNDS, Options, Settings, resolve
 from tests.matrix import thorough
 
@@ -152,6 +153,15 @@ def test_another_run_is_not_mixed_in(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["train", "validation", "--steps", "2", "--dry-run", "--out", str(tmp_path)]) == 2
     assert "holds a run whose steps is 1 and not 2; choose another folder" in capsys.readouterr().err
     assert main(["train", "validation", "--steps", "1", "--dry-run", "--out", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", '{"settings": [], "pairs": []}', '{"settings": {}, "pairs": [{"model": "gpt"}]}']
+)
+def test_damaged_results_are_one_sentence(text: str, tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(ConfigError, match="holds a results.json that is damaged; choose another folder"):
+        earlier(tmp_path, resolve(Options()))
 
 
 def test_images_are_discs_and_follow_from_the_generator() -> None:

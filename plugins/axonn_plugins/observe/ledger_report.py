@@ -10,10 +10,11 @@ from typing import Any
 from axonn_plugins.config import ConfigError
 from axonn_plugins.observe.figures import Picture
 from axonn_plugins.observe.files import put
+from axonn_plugins.observe.metrics import is_number
 
 LEDGER_FILE = "ledger.json"
 MIB = 2**20
-_ROW = {"op", "axis", "ranks", "bytes", "started", "ended", "exposed"}
+_ROW = {"op": str, "axis": str, "ranks": int, "bytes": float, "started": float, "ended": float}
 
 
 def write_ledger(entries: list[Any], step: int, run: Path) -> None:
@@ -46,11 +47,16 @@ def read_ledger(run: Path) -> dict[str, Any]:
         )
     try:
         kept = json.loads(file.read_text())
-        if all(_ROW <= row.keys() for row in kept["collectives"]) and "step" in kept:
+        if all(_is_row(row) for row in kept["collectives"]) and "step" in kept:
             return kept
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         pass
     raise ConfigError(f'"{file}" is no ledger of collectives; remove it, or give the folder of another run')
+
+
+def _is_row(row: dict[str, Any]) -> bool:
+    right = (isinstance(row[key], str) if kind is str else is_number(row[key]) for key, kind in _ROW.items())
+    return all(right) and (row["exposed"] is None or is_number(row["exposed"]))
 
 
 def table(kept: dict[str, Any]) -> str:

@@ -156,9 +156,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and isinstance(record.get("step"), (int, float)):
+        if isinstance(record, dict) and is_number(record.get("step")):
             records.append(record)
     return records
+
+
+def is_number(value: Any) -> bool:
+    """True of a finite number that a float can hold."""
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def _keep_until(path: Path, last_step: int) -> None:

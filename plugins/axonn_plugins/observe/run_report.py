@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -14,7 +13,7 @@ from axonn_plugins.config.base import ConfigError
 from axonn_plugins.observe.charts import Line, chart, timeline
 from axonn_plugins.observe.files import put
 from axonn_plugins.observe.ledger_report import LEDGER_FILE, read_ledger, table
-from axonn_plugins.observe.metrics import GIB, read_metrics
+from axonn_plugins.observe.metrics import GIB, is_number, read_metrics
 
 Records = Sequence[Mapping[str, Any]]
 STYLE = """
@@ -75,11 +74,7 @@ def _settings(file: Path) -> Mapping[str, Any]:
 
 def line(records: Records, name: str, scale: float = 1.0) -> Line:
     """(step, value) of one metric, where it is a finite number."""
-    return [
-        (record["step"], record[name] * scale)
-        for record in records
-        if isinstance(record.get(name), (int, float)) and math.isfinite(record[name])
-    ]
+    return [(record["step"], record[name] * scale) for record in records if is_number(record.get(name))]
 
 
 def summary(records: Records) -> dict[str, str]:

@@ -91,7 +91,7 @@ class Repeats:
         scatter_bytes: of an element of a weight's gradient that is summed over z.
     """
 
-    gathers: int = 1
+    gathers: float = 1
     sums: int = 1
     accumulation: Number = 1
     gradient_bytes: float = 2
@@ -286,15 +286,15 @@ def ranked(at: Grids, seconds: Floats) -> npt.NDArray[np.int64]:
 def model_flops(model: Model, batch: int, recompute: bool = True) -> float:
     """Floating-point operations of a step by Narayanan's formula: 96·B·s·l·h²·(1 + s/6h + V/16lh) with recomputation, 3/4 without.
 
-    The formula is of MLPs four times as wide as the hidden size. Of U-Nets, gated models and experts, those of their products, two for each
-    multiplication, and twice as many in backward.
+    The formula is of MLPs four times as wide as the hidden size, and of as many heads of keys and values as of queries. Of U-Nets and other
+    transformers, those of their products, two for each multiplication, and twice as many in backward.
 
     Args:
         model: what is trained.
         batch: samples, B.
         recompute: whether activation checkpointing runs forward again.
     """
-    if not isinstance(model, Transformer) or model.gated or model.experts or model.kinds:
+    if not isinstance(model, Transformer) or not _narayanans(model):
         products = sum(block.count * block.products for block in model.blocks)
         output = model.sequence * model.vocabulary * model.hidden if isinstance(model, Transformer) else 0
         return batch * ((8 if recompute else 6) * products + 6 * output)
@@ -302,6 +302,13 @@ def model_flops(model: Model, batch: int, recompute: bool = True) -> float:
     layers = 1 + s / (6 * h)
     head = model.vocabulary / (16 * depth * h)
     return 96 * batch * s * depth * h**2 * ((layers if recompute else 0.75 * layers) + head)
+
+
+def _narayanans(model: Transformer) -> bool:
+    """True if a model's layers are those that Narayanan's formula counts."""
+    h, other = model.hidden, model.gated or model.experts or model.kinds
+    attention = (("qkv", h, 3 * h), ("proj", h, h))
+    return not other and model.f == 4 * h == 4 * model.heads * model.q and model.attention_linears == attention
 
 
 def _within(machine: Machine, inner: npt.NDArray[np.int64], size: npt.NDArray[np.int64]) -> Floats:

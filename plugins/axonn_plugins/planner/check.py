@@ -99,11 +99,13 @@ def _with_stage(plan: AnyPlan, stage: int, question: Question) -> AnyPlan:
     index = holds["gradients"] if setting.sparsity else 0.0
     if stage == 0:
         holds["optimizer"] = index + (0.0 if setting.offload else 6 * holds["gradients"])
-    if stage == 2:
+    if stage == 2 or (stage == 3 and plan.gdata > 1):
         here = float(model.parameters)
         if isinstance(model, Transformer) and model.experts:
             here -= model.expert_parameters * (1 - 1 / math.gcd(plan.gdata, model.experts))
         holds["gradients"] *= model.parameters / plan.gdata / here
+    if stage == 3 and plan.gdata > 1:  # ZeRO++'s node holds all weights besides those that all ranks share out
+        holds["weights"] += holds["gradients"] / setting.kept
     return replace(plan, holds=holds, bytes=sum(holds.values()))
 
 

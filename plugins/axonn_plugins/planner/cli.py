@@ -252,6 +252,13 @@ def _strategies(given: str | None, mode: Mode, fixed: dict[str, int], setting: S
         raise ConfigError(
             f"{_other_schedule(setting)}, but stages of 4D grids run 1F1B in one part each; leave it out, or choose 1d, 2d or summa"
         )
+    beyond = {"--recompute": setting.recompute, "--samo": setting.sparsity, "--offload": setting.offload}
+    unread = next((option for option, on in beyond.items() if on), None)
+    if name == "axonn" and mode == "paper" and unread:
+        raise ConfigError(
+            f"{unread} is not of the published model of 4D grids, which counts each collective once and 16 bytes a parameter; leave it or "
+            "--mode paper out"
+        )
     more = "--whole" if setting.whole else "" if setting.fused else "--attention plain"
     if more and (name == "axonn" or mode == "paper"):
         which = "--strategy axonn" if name == "axonn" else "--mode paper"

@@ -172,9 +172,12 @@ def _batch(raw: Mapping[str, Any], sizes: Mapping[str, int], samples: int | None
 def _setting(given: config.Axonn, setting: Setting) -> Setting:
     if given.samo is not None and given.samo.sparsity is not None:
         setting = replace(setting, sparsity=given.samo.sparsity)
+    if given.pipeline is not None and given.pipeline.activation_checkpointing:
+        setting = replace(setting, recompute=True)
     grid = given.tensor_parallel
     if grid is None:
         return setting
     on = {"OAR": grid.overlap_all_reduce, "ORS": grid.overlap_reduce_scatter, "OAG": grid.overlap_all_gather}
-    kept = setting.keep_gathered or (setting.recompute and grid.cache_gathers == "all")
+    # A recomputed forward finds none of what the first one gathered, unless it is cached.
+    kept = float(grid.cache_gathers == "all") if setting.recompute else 1.0 - grid.reshard_after_forward
     return replace(setting, overlap=frozenset(name for name, is_on in on.items() if is_on), keep_gathered=kept)

@@ -94,8 +94,8 @@ def number(where: str, value: Any, most: float = math.inf) -> float:
     Raises:
         ConfigError: it is none, or above `most`.
     """
-    good = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
-    if not good or not 0 < value <= most:
+    good = not isinstance(value, bool) and isinstance(value, (int, float))
+    if not good or not 0 < value <= min(most, sys.float_info.max):
         limit = "" if math.isinf(most) else f" and at most {most:g}"
         raise ConfigError(f"{where} = {value!r} is not a number above 0{limit}; write one that is")
     return float(value)
@@ -155,7 +155,7 @@ def read(option: str, path: Path) -> dict[str, Any]:
         raise ConfigError(f'{option} = "{path}" cannot be read: {reason}; give a TOML or JSON file') from None
     try:
         loaded = json.loads(content) if path.suffix == ".json" else tomllib.loads(content)
-    except (json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also of an integer with more digits than Python reads
         kind = "JSON" if path.suffix == ".json" else "TOML"
         raise ConfigError(f'{option} = "{path}" is not {kind}: {error}; mend it') from None
     if not isinstance(loaded, dict):

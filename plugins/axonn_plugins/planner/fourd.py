@@ -2,7 +2,7 @@
 
 All-gathers of weights hide behind the layer before (OAG), backward's sums behind the product of the weight's gradient (OAR),
 reduce-scatters of gradients behind the rest of backward (ORS); sums of outputs and over data-parallel ranks are exposed. Gathered
-weights are let go after forward and gathered again. Activations lie scattered, so attention and element-wise work are not repeated.
+weights are let go after forward and gathered again, unless they are kept. Activations lie scattered, so attention and element-wise work are not repeated.
 The optimizer's state is sharded over data-parallel ranks. `mode="paper"` is the published model: collectives alone, each once, at nominal bandwidths.
 """
 
@@ -185,7 +185,9 @@ def memory(
     two, kept = of_stage * state_bytes(model, at, 2.0), setting.kept
     of_linears = [linear.weights / expert_ranks(linear, at) for block in model.blocks for linear in block.linears]
     shards = at.gx * at.gy * at.gz
-    at_once = two / 2 * shards if _gathers(setting) == 1 else 2 * reduce(np.maximum, of_linears)
+    at_once = setting.keep_gathered * two / 2 * shards
+    if setting.keep_gathered < 1:
+        at_once = np.maximum(at_once, 2 * reduce(np.maximum, of_linears))
     gathered = np.where(at.gz > 1, 2 * at_once / (at.gx * at.gy), 0)
     samples = batch / (at.gz * at.gdata * m)
     each = [stored(block, at, samples, mode == "calibrated") for block in model.blocks]
@@ -223,7 +225,7 @@ def _ends(
 def _exposed(layer: Layer, parts: list[Communication], setting: Setting, share: float) -> Floats:
     """Seconds of a layer's collectives that nothing hides; those over data-parallel ranks apart.
 
-    With recomputation, forward runs twice, and gathers its weights each time if they are not kept; without, backward gathers them.
+    With recomputation, forward runs twice, and gathers its weights each time if they are not kept; without, backward gathers those that are not.
     """
     forward, backward = sum(layer.forward), sum(layer.backward)
     passes, gathers = 2 if setting.recompute else 1, _gathers(setting)
@@ -237,15 +239,15 @@ def _exposed(layer: Layer, parts: list[Communication], setting: Setting, share: 
     for part, product in zip(parts, layer.products, strict=True):
         behind = np.minimum(hides["OAR"] * part.backward, product)
         exposed, hidden = exposed + part.backward - behind, hidden + behind
-    later = {"OAG": 0 if setting.recompute else gather, "ORS": sum(part.scatter for part in parts)}
+    later = {"OAG": 0 if setting.recompute else (gathers - 1) * gather, "ORS": sum(part.scatter for part in parts)}
     at_once = sum((1 - hides[name]) * spent for name, spent in later.items())
     hiding = sum(hides[name] * spent for name, spent in later.items())
     return exposed + at_once + np.maximum(hiding - (backward - hidden), 0)
 
 
-def _gathers(setting: Setting) -> int:
-    """Number of times that a step gathers each weight for a micro-batch."""
-    return 1 if setting.recompute and setting.keep_gathered else 2
+def _gathers(setting: Setting) -> float:
+    """Number of times that a step gathers each weight for a micro-batch, of all weights on average."""
+    return 2 - setting.keep_gathered
 
 
 def _communication(machine: Machine, block: Block, at: Grids, samples: Floats, setting: Setting) -> list[Communication]:
@@ -279,7 +281,7 @@ def _communication(machine: Machine, block: Block, at: Grids, samples: Floats, s
 
 
 def _with_latency(
-    machine: Machine, at: Grids, part: Communication, transposed: bool, shares: tuple[float, float], gathers: int
+    machine: Machine, at: Grids, part: Communication, transposed: bool, shares: tuple[float, float], gathers: float
 ) -> Communication:
     """Latency besides: of a ring, a message for each further rank, twice in a sum; over z and data a linear has shares of one."""
     steps: list[Floats] = []

@@ -19,7 +19,7 @@ _LIKE = {
 def this_machine(name: str | None, option: str, cpu: bool, memory: float | None = None) -> machine.Machine:
     """The machine that is named; else what `axonn bench network` measured here; else one like this accelerator.
 
-    Of the last, a node has as many ranks as this run's, and the interfaces of the machine's own nodes.
+    Of the last, a node has as many ranks as this run's, and the interfaces of the machine's own nodes; domains of several hosts stay so.
 
     Args:
         name: of a machine, or the path of its file.
@@ -43,6 +43,11 @@ def this_machine(name: str | None, option: str, cpu: bool, memory: float | None 
     found = machine.load(like)
     if memory is None and not cpu and torch.cuda.is_available():
         memory = float(torch.cuda.get_device_properties().total_memory)
+    hosts = found.domain // found.host if found.host else 1
     return replace(
-        found, domain=local, interfaces=found.interfaces * found.domain / local, memory=memory or found.memory
+        found,
+        domain=local * hosts,
+        host=local if found.host else 0,
+        interfaces=found.interfaces * found.domain / (local * hosts),
+        memory=memory or found.memory,
     )

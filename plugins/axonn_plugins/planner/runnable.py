@@ -114,8 +114,8 @@ def block(question: Question, split: Split) -> dict[str, Any]:
     setting = question.setting
     gz = {"batch": split.gz // split.sequence, "sequence": split.sequence} if split.sequence > 1 else split.gz
     grid: dict[str, Any] = {"gx": split.gx, "gy": split.gy, "gz": gz, "plan": "auto"}
-    if split.gz > 1 and not setting.recompute:
-        grid["reshard_after_forward"] = True
+    if split.gz > 1 and not setting.recompute and setting.keep_gathered < 1:
+        grid["reshard_after_forward"] = 1 - setting.keep_gathered if setting.keep_gathered else True
     if setting.recompute and setting.keep_gathered:
         grid["cache_gathers"] = "all"
     found: dict[str, Any] = {"tensor_parallel": grid}

@@ -25,7 +25,7 @@ class Setting:
         whole: also what 004 leaves out (`rest`): output layer and loss, the optimizer's step, residual sums.
         fused: attention is one kernel; else four, whose scores backward computes again.
         overlap: what of 4D grids' collectives hides behind compute, of `OVERLAPS`.
-        keep_gathered: with recomputation, 4D grids keep the weights that forward gathers (003, section IV-D).
+        keep_gathered: share of the weights that 4D grids gather in forward and keep for backward (with recomputation: 003, section IV-D).
         dropping: experts' all-to-alls carry no duplicates (000, section 7.3.1).
         stashing: with recomputation, what forward's collectives gave is kept, and none runs again (000, section 7.3.2).
         offload: float32 weights and optimizer state are in host memory, and visit the GPU in buckets (000, section 3.3).
@@ -41,7 +41,7 @@ class Setting:
     whole: bool = False
     fused: bool = True
     overlap: frozenset[str] = OVERLAPS
-    keep_gathered: bool = False
+    keep_gathered: float = 0.0
     dropping: bool = True
     stashing: bool = False
     offload: bool = False

@@ -102,8 +102,12 @@ def calibrated_range(predicted: float) -> Range:
 
 def _grid_range(machine: Machine, model: Model, plan: GridPlan, batch: int) -> Range:
     if machine.collective_error is not None:
-        error = machine.collective_error * (plan.parts["tensor"] + plan.parts["data"])
-        return Range(plan.seconds - error, plan.seconds + error, "if collectives err as this machine's file says")
+        spent, error = plan.parts["tensor"] + plan.parts["data"], machine.collective_error
+        return Range(
+            plan.seconds - min(error, 1.0) * spent,
+            plan.seconds + error * spent,
+            "if collectives err as this machine's file says",
+        )
     samples = batch / plan.gdata / plan.microbatches
     # Seconds, and what may be less and more of them: of collectives of tensor parallelism, and of data parallelism.
     sums = np.zeros((2, 3))

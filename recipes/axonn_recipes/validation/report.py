@@ -79,20 +79,25 @@ def earlier(folder: Path, settings: Settings) -> list[Pair]:
     """The pairs that a folder holds.
 
     Raises:
-        ConfigError: it holds those of another run.
+        ConfigError: it holds those of another run, or its file is damaged.
     """
     file = folder / "results.json"
     if not file.is_file():
         return []
-    numbers = json.loads(file.read_text())
+    keys = Pair.__dataclass_fields__
+    try:
+        numbers = json.loads(file.read_text())
+        kept = [Pair(**{key: value for key, value in pair.items() if key in keys}) for pair in numbers["pairs"]]
+        numbers["settings"].get("steps")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise ConfigError(f"--out {folder} holds a results.json that is damaged; choose another folder") from None
     for name, value in _plain(settings).items():
         if numbers["settings"].get(name) != value:
             raise ConfigError(
                 f"--out {folder} holds a run whose {name} is {numbers['settings'].get(name)} and not {value}; "
                 "choose another folder"
             )
-    keys = Pair.__dataclass_fields__
-    return [Pair(**{key: value for key, value in pair.items() if key in keys}) for pair in numbers["pairs"]]
+    return kept
 
 
 def _plain(settings: Settings) -> dict[str, Any]:

@@ -36,8 +36,19 @@ def read(run: Path) -> tuple[dict[str, Any], Path]:
     file = run / FILE if run.is_dir() else run
     try:
         kept = json.loads(file.read_text())
-        assert {"step", "ranks"} <= kept.keys()
-    except (OSError, ValueError, AssertionError, AttributeError):
+        assert "step" in kept
+        table(kept)
+        assert all(len(piece) == 4 for row in kept["ranks"] for piece in row["pieces"])
+    except (
+        OSError,
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ):
         raise ConfigError(
             f'"{run}" holds no {FILE}; start the training with AXONN_TIMELINE={run} set, and give that folder'
         ) from None
