@@ -122,6 +122,65 @@ def skipped(grid: str) -> dict[str, Any]:
     return train(grid, skip, build=Skipping, plan={"experts.*": "self_contained"})
 
 
+class Several(nn.Module):
+    """Two outputs; a loss may be of one of them alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.more = nn.Linear(16, 12), nn.Linear(12, 8), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.fc1(x))
+        return self.fc2(hidden), self.more(hidden)
+
+
+def of_some(model: Any, reader: int, step: int, odd_labels: bool = False) -> Tensor:
+    """The loss of a reader's samples, of which the first's alone have to do with both outputs."""
+    data = torch.Generator().manual_seed(10 * step + reader)
+    x, y = (torch.randn(4, size, generator=data, dtype=torch.float64) for size in (16, 8))
+    first, second = model(x)
+    loss = F.mse_loss(first, y)
+    return loss if reader else loss + F.mse_loss(second, y * (1.5 if odd_labels else 1.0))
+
+
+def outputs_of_some(grid: str, wrong: bool) -> dict[str, Any]:
+    """Error that ended the run and its step, or how far its weights are from those of one process."""
+    engine = begin(grid, "fp64", build=Several)
+    reader, single, step = engine.mesh.rank("readers"), copy_of_serial(), -1
+    optimizer = torch.optim.AdamW(single.parameters(), lr=1e-2, weight_decay=0.1)
+    try:
+        for step in range(4):
+            engine.backward(of_some(engine, reader, step, wrong and step == 1 and dist.get_rank() == 1))
+            engine.step()
+            (sum(of_some(single, each, step) for each in range(2)) / 2).backward()  # type: ignore[union-attr]
+            nn.utils.clip_grad_norm_(single.parameters(), 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+        there = engine.module.state_dict()
+        return {"apart": max((there[name] - p).abs().max().item() for name, p in single.state_dict().items())}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "step": step}
+    finally:
+        engine.destroy()
+
+
+def copy_of_serial() -> nn.Module:
+    return Case(Several, lambda: (), dtype="fp64").model()
+
+
+def of_outputs() -> list[dict[str, Any]]:
+    return [outputs_of_some("gy2gdata2", wrong) for wrong in (False, True)]
+
+
+def test_a_loss_of_some_outputs_on_some_ranks() -> None:
+    """Gradients of an output come on ranks that read some of the data alone; of those that differ between replicas all ranks hear."""
+    ranks = run_ranks(of_outputs, 4)
+    for trained, refused in ranks:
+        assert trained["apart"] <= 1e-10, trained
+        assert refused["step"] == 1 and "ConfigError: the gradients of the model's outputs differs" in refused["error"]
+    assert len({refused["error"] for _, refused in ranks}) == 1
+
+
 def calls(cases: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[int], Tensor]]], grid: str) -> dict[str, str]:
     """Errors of calls outside training."""
     engine, found = begin(grid), {}
