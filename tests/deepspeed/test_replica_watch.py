@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from axonn_plugins.hosts.common import digests
@@ -179,6 +180,35 @@ def test_a_loss_of_some_outputs_on_some_ranks() -> None:
         assert trained["apart"] <= 1e-10, trained
         assert refused["step"] == 1 and "ConfigError: the gradients of the model's outputs differs" in refused["error"]
     assert len({refused["error"] for _, refused in ranks}) == 1
+
+
+def after_another() -> dict[str, Any]:
+    """What is left of an engine when an earlier one of the same model is thrown away, which has ended before."""
+    block = {"tensor_parallel": {"gx": 2, "gy": 1, "gz": 1, "plan": "auto"}}
+    case = Case(Several, lambda: (), dtype="fp64", stage=1, extra={"axonn": block, "gradient_accumulation_steps": 1})
+    earlier = start(case)
+    model = earlier.module
+    earlier.destroy()
+    engine = start(case, model)
+    earlier.destroy()  # as Python does when it goes
+    weights = [safe_get_full_fp32_param(parameter) for parameter in model.parameters()]
+    serial_ones = copy_of_serial().parameters()
+    apart = [None if w is None else (w - s).abs().max().item() for w, s in zip(weights, serial_ones, strict=True)]
+    engine.eval()
+    try:
+        engine(torch.full((4, 16), float(dist.get_rank()), dtype=torch.float64))
+        said = "no error"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    engine.destroy()
+    return {"apart": apart, "said": said, "left": type(model) is Several}
+
+
+def test_an_engine_outlives_an_earlier_one_of_its_model() -> None:
+    for found in run_ranks(after_another, 2):
+        assert found["apart"] == [0.0] * 6, found
+        assert found["said"].startswith("ConfigError: the model's argument x differs on rank 1 from that of rank 0")
+        assert found["left"]
 
 
 def calls(cases: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[int], Tensor]]], grid: str) -> dict[str, str]:

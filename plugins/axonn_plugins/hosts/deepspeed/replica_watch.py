@@ -8,11 +8,9 @@ state, which is made the same again before anything was drawn from it.
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
 from typing import Any
 
 import torch
@@ -300,48 +298,3 @@ def _distance(one: tuple[Sketch, float] | None, other: tuple[Sketch, float] | No
         return math.inf
     found = one[0].distance(other[0])
     return found if found > max(one[1], other[1]) else 0.0
-
-
-def watch_calls(model: nn.Module, watch: ReplicaWatch) -> Callable[[], None]:
-    """Have every call of a model, and of its `forward`, compare its arguments first.
-
-    Its class becomes a subclass of the same name, so that copies of the model are watched as well and call themselves.
-
-    Returns:
-        What undoes it.
-    """
-    kind, own = type(model), vars(model).get("forward")
-    original = own or kind.forward
-    names = [name for name in inspect.signature(model.forward).parameters]
-
-    def compare(inputs: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return watch.call(names, inputs, keywords)
-
-    compare = torch.compiler.disable(compare)
-
-    if own is not None:
-
-        @wraps(own)
-        def called(*inputs: Any, **keywords: Any) -> Any:
-            inputs, keywords = compare(inputs, keywords)
-            return own(*inputs, **keywords)
-
-        model.forward = called
-
-        def undo() -> None:
-            model.forward = own
-
-        return undo
-
-    @wraps(original)
-    def forward(self: nn.Module, *inputs: Any, **keywords: Any) -> Any:
-        inputs, keywords = compare(inputs, keywords)
-        return original(self, *inputs, **keywords)
-
-    same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    model.__class__ = type(kind.__name__, (kind,), {"forward": forward, **same})
-
-    def back() -> None:
-        model.__class__ = kind
-
-    return back
