@@ -339,6 +339,20 @@ def test_digests_see_order_and_bits() -> None:
         assert digests.digest(values) == digests.digest(values.clone().view(100, -1))
 
 
+def test_digests_of_sparse_tensors() -> None:
+    """Values count, and their places; the model of a graph is given such ones."""
+    dense, moved, other = torch.zeros(3, 6, 4, dtype=torch.float64)
+    dense[1, 2], moved[1, 3], other[1, 2] = 1.0, 1.0, 1.5
+    for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
+        one, *others = (each.to_sparse(layout=layout) for each in (dense, moved, other))
+        assert len({int(digests.digest(each)) for each in (one, *others)}) == 3, layout
+        assert digests.digest(one) == digests.digest(one.clone())
+        assert digests.sketch(one).distance(digests.sketch(others[1])) > 0.1
+    for layout in (torch.sparse_bsr, torch.sparse_bsc):
+        blocks = [each.to_sparse(layout=layout, blocksize=(2, 2)) for each in (dense, other)]
+        assert digests.digest(blocks[0]) != digests.digest(blocks[1])
+
+
 def test_sketches_measure_distances() -> None:
     torch.manual_seed(0)
     a, step = torch.randn(100_000), torch.randn(100_000)
