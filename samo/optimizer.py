@@ -85,6 +85,7 @@ class Optimizer(FlatOptimizer):
         parameters = {self.names[p]: p for group in self.param_groups for p in group["params"]}
         masks = masks_within(masks)
         check_masks(masks, parameters)
+        self._pruned = self._pruned or bool(masks)
         with torch.no_grad():
             for name, mask in masks.items():
                 parameters[name].masked_fill_(~mask.to(parameters[name].device), 0)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from axonn_plugins.hosts.common import digests
@@ -120,6 +121,94 @@ def skip(engine: Any, step: int) -> None:
 def skipped(grid: str) -> dict[str, Any]:
     """A plan of the user's own splits layers that are called for some inputs only."""
     return train(grid, skip, build=Skipping, plan={"experts.*": "self_contained"})
+
+
+class Several(nn.Module):
+    """Two outputs; a loss may be of one of them alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.more = nn.Linear(16, 12), nn.Linear(12, 8), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.fc1(x))
+        return self.fc2(hidden), self.more(hidden)
+
+
+def of_some(model: Any, reader: int, step: int, odd_labels: bool = False) -> Tensor:
+    """The loss of a reader's samples, of which the first's alone have to do with both outputs."""
+    data = torch.Generator().manual_seed(10 * step + reader)
+    x, y = (torch.randn(4, size, generator=data, dtype=torch.float64) for size in (16, 8))
+    first, second = model(x)
+    loss = F.mse_loss(first, y)
+    return loss if reader else loss + F.mse_loss(second, y * (1.5 if odd_labels else 1.0))
+
+
+def outputs_of_some(grid: str, wrong: bool) -> dict[str, Any]:
+    """Error that ended the run and its step, or how far its weights are from those of one process."""
+    engine = begin(grid, "fp64", build=Several)
+    reader, single, step = engine.mesh.rank("readers"), copy_of_serial(), -1
+    optimizer = torch.optim.AdamW(single.parameters(), lr=1e-2, weight_decay=0.1)
+    try:
+        for step in range(4):
+            engine.backward(of_some(engine, reader, step, wrong and step == 1 and dist.get_rank() == 1))
+            engine.step()
+            (sum(of_some(single, each, step) for each in range(2)) / 2).backward()  # type: ignore[union-attr]
+            nn.utils.clip_grad_norm_(single.parameters(), 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+        there = engine.module.state_dict()
+        return {"apart": max((there[name] - p).abs().max().item() for name, p in single.state_dict().items())}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}", "step": step}
+    finally:
+        engine.destroy()
+
+
+def copy_of_serial() -> nn.Module:
+    return Case(Several, lambda: (), dtype="fp64").model()
+
+
+def of_outputs() -> list[dict[str, Any]]:
+    return [outputs_of_some("gy2gdata2", wrong) for wrong in (False, True)]
+
+
+def test_a_loss_of_some_outputs_on_some_ranks() -> None:
+    """Gradients of an output come on ranks that read some of the data alone; of those that differ between replicas all ranks hear."""
+    ranks = run_ranks(of_outputs, 4)
+    for trained, refused in ranks:
+        assert trained["apart"] <= 1e-10, trained
+        assert refused["step"] == 1 and "ConfigError: the gradients of the model's outputs differs" in refused["error"]
+    assert len({refused["error"] for _, refused in ranks}) == 1
+
+
+def after_another() -> dict[str, Any]:
+    """What is left of an engine when an earlier one of the same model is thrown away, which has ended before."""
+    block = {"tensor_parallel": {"gx": 2, "gy": 1, "gz": 1, "plan": "auto"}}
+    case = Case(Several, lambda: (), dtype="fp64", stage=1, extra={"axonn": block, "gradient_accumulation_steps": 1})
+    earlier = start(case)
+    model = earlier.module
+    earlier.destroy()
+    engine = start(case, model)
+    earlier.destroy()  # as Python does when it goes
+    weights = [safe_get_full_fp32_param(parameter) for parameter in model.parameters()]
+    serial_ones = copy_of_serial().parameters()
+    apart = [None if w is None else (w - s).abs().max().item() for w, s in zip(weights, serial_ones, strict=True)]
+    engine.eval()
+    try:
+        engine(torch.full((4, 16), float(dist.get_rank()), dtype=torch.float64))
+        said = "no error"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    engine.destroy()
+    return {"apart": apart, "said": said, "left": type(model) is Several}
+
+
+def test_an_engine_outlives_an_earlier_one_of_its_model() -> None:
+    for found in run_ranks(after_another, 2):
+        assert found["apart"] == [0.0] * 6, found
+        assert found["said"].startswith("ConfigError: the model's argument x differs on rank 1 from that of rank 0")
+        assert found["left"]
 
 
 def calls(cases: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[int], Tensor]]], grid: str) -> dict[str, str]:
@@ -248,6 +337,20 @@ def test_digests_see_order_and_bits() -> None:
         found = {int(digests.digest(v)) for v in (values, swapped, apart, values[:-1], values.view(2, -1)[:, ::2])}
         assert len(found) == 5, kind
         assert digests.digest(values) == digests.digest(values.clone().view(100, -1))
+
+
+def test_digests_of_sparse_tensors() -> None:
+    """Values count, and their places; the model of a graph is given such ones."""
+    dense, moved, other = torch.zeros(3, 6, 4, dtype=torch.float64)
+    dense[1, 2], moved[1, 3], other[1, 2] = 1.0, 1.0, 1.5
+    for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
+        one, *others = (each.to_sparse(layout=layout) for each in (dense, moved, other))
+        assert len({int(digests.digest(each)) for each in (one, *others)}) == 3, layout
+        assert digests.digest(one) == digests.digest(one.clone())
+        assert digests.sketch(one).distance(digests.sketch(others[1])) > 0.1
+    for layout in (torch.sparse_bsr, torch.sparse_bsc):
+        blocks = [each.to_sparse(layout=layout, blocksize=(2, 2)) for each in (dense, other)]
+        assert digests.digest(blocks[0]) != digests.digest(blocks[1])
 
 
 def test_sketches_measure_distances() -> None:

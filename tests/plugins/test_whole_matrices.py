@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import samo
 from axonn_plugins.optim.flat import FlatOptimizer
 from axonn_plugins.optim.whole import plan
 from axonn_plugins.optim.whole.exchange import Exchange
@@ -224,6 +226,108 @@ def test_every_grid_of_eight(grids: list[Grid]) -> None:
     """Weights after four steps are the serial optimizer's, by whichever way; and each rank sends the bytes that were counted."""
     for rank in run_ranks(everything, RANKS, grids):
         assert {name: one for name, one in rank.items() if one[0] > 1e-9 or not one[1]} == {}
+
+
+class Wide(Net):
+    """With a pair that is pruned, in some of its shards more than in others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.back = nn.Linear(24, 40, bias=False), nn.Linear(40, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.tanh(self.down(torch.tanh(self.up(x)))) + self.back(torch.tanh(self.gate(x)))
+        return self.head(wide).square().mean()
+
+    def groups(self) -> list[dict[str, Any]]:
+        named = list(self.named_parameters())
+        return [
+            {"params": [pair for pair in named if (pair[0].split(".")[0] in PRUNED) != whole], "whole": whole}
+            for whole in (False, True)
+        ]
+
+
+PRUNED = ("gate", "back")
+
+
+class Mixed(Orthogonal):
+    """A script's own that is Muon for some groups, and for others SGD."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups)
+
+    def rule_of(self, options: Any) -> Muon | None:
+        return InFull() if options["whole"] else None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        groups = self.param_groups
+        for group in groups:
+            for p in group["params"] if not group["whole"] else ():
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad)
+        self.param_groups = [group for group in groups if group["whole"]]
+        super().step()
+        self.param_groups = groups
+
+
+def wide() -> tuple[Wide, dict[str, Tensor]]:
+    torch.manual_seed(2)
+    net, masks = Wide().double(), {}
+    for name, parameter in net.named_parameters():
+        if name.split(".")[0] in PRUNED:
+            dense = torch.zeros_like(parameter)
+            dense[: len(dense) // 2, : dense.shape[1] // 2] = 0.9
+            masks[name] = torch.rand_like(parameter) >= dense
+    return net, masks
+
+
+def pruned_beside(grids: list[Grid]) -> dict[str, float]:
+    net, masks = wide()
+    groups = [{**group, "params": [p for _, p in group["params"]]} for group in net.groups()]
+    optimizer, parameters = Mixed(groups), dict(net.named_parameters())
+    for step in range(3):
+        for name, mask in masks.items():
+            parameters[name].data.mul_(mask)
+        net(batch(step)).backward()
+        for name, mask in masks.items():
+            parameters[name].grad.mul_(mask)  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {}
+    for mesh in meshes(grids):
+        for stage, room in product((0, 1, 2), (2**20, 8 * 300)):
+            apart_, _ = wide()
+            parallelize(apart_, mesh, {"up": "normal", "down": "transposed", "gate": "normal", "back": "transposed"})
+            lie = {name: layout_of(p) for name, p in apart_.named_parameters()}
+            mine = {name: lie[name].shard(mask, mesh.grid, mesh.coordinates) for name, mask in masks.items()}
+            ours = samo.Optimizer(
+                Mixed,
+                apart_.groups(),
+                mine,
+                group=partial(sum_ranks, mesh=mesh),
+                stage=stage,
+                mesh=mesh,
+                bucket_bytes=room,
+            )
+            for step in range(3):
+                apart_(mesh.shard_batch(batch(step))).backward()
+                ours.step()
+            ours.release()
+            found[f"{mesh.grid} stage {stage} {room}"] = max(
+                (p.detach() - lie[name].shard(parameters[name].detach(), mesh.grid, mesh.coordinates))
+                .abs()
+                .max()
+                .item()
+                for name, p in apart_.named_parameters()
+            )
+    return found
+
+
+def test_pruned_beside_whole() -> None:
+    """Shards of what is pruned beside are of other sizes on other ranks of x, y and z, which move no matrix to another place."""
+    for rank in run_ranks(pruned_beside, RANKS // 2, [Grid(2, 1, 2), Grid(2, 1, 1, 2)]):
+        assert {name: one for name, one in rank.items() if not one <= 1e-10} == {}
 
 
 SPREADS = {

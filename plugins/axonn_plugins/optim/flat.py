@@ -95,8 +95,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.factory, self.max_norm, self.norm, self.tile_size = factory, max_norm, norm, tile_size
         self._gather = begin_gathers if gather_ahead else gather_weights
         self.stage, self.host, self.bucket_bytes, self.gradient_dtype = stage, host, bucket_bytes, gradient_dtype
-        self.loss_scale = LossScale.make(loss_scale)
-        self.overflow, self.skip_nonfinite, self.refuses_clipping, self.mesh = False, skip_nonfinite, True, mesh
+        self.loss_scale, self.skip_nonfinite = LossScale.make(loss_scale), skip_nonfinite
+        self.overflow, self._pruned, self.refuses_clipping, self.mesh = False, False, True, mesh
         self.total_norm: Tensor | None = None
         self.on_gradients: list[Callable[[], None]] = []
         self.superseded: str | None = None
@@ -143,7 +143,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _build(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
-        self.stores = make_stores(self.entries, self.bucket_bytes, self.stage, self.host, self.gradient_dtype)
+        own = self.rules if self._pruned else ()
+        self.stores = make_stores(self.entries, self.bucket_bytes, self.stage, self.host, self.gradient_dtype, own)
         self.reducer = Reducer(self.stores)
         if self.mesh is not None and self.mesh.size("z") > 1:
             # Ranks that lack a gradient begin its sum behind the others', in another place among the sums over z.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -268,6 +268,7 @@ def make_stores(
     stage: int = 0,
     host: bool = False,
     gradient_dtype: torch.dtype | None = None,
+    apart: Container[int] = (),
 ) -> list[Store]:
     """Lay out the kept elements.
 
@@ -277,6 +278,7 @@ def make_stores(
         stage: what ranks share: see `Bucket`; buckets are padded so that it divides.
         host: see `Store`.
         gradient_dtype: see `FlatOptimizer`.
+        apart: parameter groups that lie in buckets of their own, so that every rank has them at the same places whatever it keeps of others.
     """
     by_kind: dict[tuple[torch.dtype, torch.device], list[Entry]] = {}
     for entry in reversed(list(entries)):
@@ -285,7 +287,7 @@ def make_stores(
     for (dtype, _), members in by_kind.items():
         buckets: list[Bucket] = []
         owned, kind = 0, dtype if gradient_dtype is None else torch.promote_types(dtype, gradient_dtype)
-        for filling in _fill(members, bucket_bytes // kind.itemsize, _LEAST_BYTES // kind.itemsize):
+        for filling in _fill(members, bucket_bytes // kind.itemsize, _LEAST_BYTES // kind.itemsize, apart):
             begin = buckets[-1].end if buckets else 0
             for entry, start in zip(filling, _starts(filling, begin), strict=True):
                 entry.start, entry.filled, entry.arrived = start, False, False
@@ -298,14 +300,14 @@ def make_stores(
     return stores
 
 
-_Kind = tuple[dist.ProcessGroup | None, int, tuple[str, ...]]
+_Kind = tuple[dist.ProcessGroup | None, int, tuple[str, ...], bool]
 
 
-def _fill(members: list[Entry], most: int, least: int) -> Iterator[list[Entry]]:
+def _fill(members: list[Entry], most: int, least: int, apart: Container[int]) -> Iterator[list[Entry]]:
     """Entries by bucket, which is full at an eighth of the elements that its ranks sum: these rank by rank keep as many, of others not all do."""
     filling: dict[_Kind, list[Entry]] = {}
     totals: dict[_Kind, int] = defaultdict(int)
-    kinds = [(entry.process_group, entry.divisor, entry.replicated) for entry in members]
+    kinds = [(entry.process_group, entry.divisor, entry.replicated, entry.group in apart) for entry in members]
     for entry, kind in zip(members, kinds, strict=True):
         totals[kind] += entry.kept
     for entry, kind in zip(members, kinds, strict=True):

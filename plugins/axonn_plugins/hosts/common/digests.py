@@ -6,6 +6,7 @@ few numbers, whose differences have the tensors' distance as standard deviation 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import random
@@ -30,7 +31,9 @@ _weights: dict[torch.device, Tensor] = {}
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
     """A number of 64 bits on the tensor's device."""
-    tensor = tensor.detach()
+    tensor, *places = _parts(tensor.detach())
+    if places:
+        return functools.reduce(lambda found, part: found * 31 + digest(part), places, digest(tensor))
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = tensor.contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
     weights = _weights_on(tensor.device)
@@ -38,6 +41,17 @@ def digest(tensor: Tensor) -> Tensor:
     for part in bits.split(_PART):
         total = total * _ODD + (part * weights[: part.numel()]).sum()
     return total
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The values of a sparse tensor, and where they are; of another the tensor itself."""
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._values(), tensor._indices()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
+    return [tensor]
 
 
 def _weights_on(device: torch.device) -> Tensor:
@@ -118,7 +132,10 @@ def sketch(value: Any) -> Sketch:
         return Sketch(kind(value), 0)
     if not value.is_floating_point():
         return Sketch(kind(value), int(digest(value)))
-    wide, generator = value.detach().reshape(-1).double(), torch.Generator().manual_seed(1)
+    wide, generator = (
+        (value if value.layout == torch.strided else value.to_dense()).detach().reshape(-1).double(),
+        torch.Generator().manual_seed(1),
+    )
     projections = [0.0] * _SKETCHED
     for part in wide.split(_PART):
         signs = torch.randint(2, (_SKETCHED, part.numel()), generator=generator).to(part.device).double() * 2 - 1

@@ -39,7 +39,7 @@ from axonn_plugins.hosts.deepspeed.clipping import disobey, obey
 from axonn_plugins.hosts.deepspeed.data_efficiency import refuse_dropped_tokens, send_to_all
 from axonn_plugins.hosts.deepspeed.labels import MaskedLabels, mask_of
 from axonn_plugins.hosts.deepspeed.plan_check import check_plan, one_sentence
-from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch, watch_calls
+from axonn_plugins.hosts.deepspeed.replica_watch import ReplicaWatch
 from axonn_plugins.hosts.deepspeed.scalars import as_vectors
 from axonn_plugins.hosts.deepspeed.states import divisor
 from axonn_plugins.hosts.deepspeed.states_config import take_over_whole
@@ -48,6 +48,7 @@ from axonn_plugins.hosts.deepspeed.tensor import auto_sizes
 from axonn_plugins.hosts.deepspeed.tensor.config import grid_for
 from axonn_plugins.hosts.deepspeed.tracing import trace
 from axonn_plugins.hosts.deepspeed.unit import GridUnit
+from axonn_plugins.hosts.deepspeed.watched_calls import watch_calls
 from axonn_plugins.hosts.deepspeed.whole_parameters import mark
 from axonn_tp import (
     Grid,
@@ -346,5 +347,4 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         disobey(self)
         self._unwatch()
         replicas.stop_sharing_samplers(self.mesh)
-        if groups.mpu is self.mpu:
-            groups.mpu = None
+        groups.mpu = None if groups.mpu is self.mpu else groups.mpu

@@ -8,11 +8,9 @@ state, which is made the same again before anything was drawn from it.
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from axonn_tp.grid.leaves import tensors_in
 from axonn_tp.layers.weight import SplitWeight
 
 _AXES = ("x", "y", "z", "data")
-_ALL = ("grid",)
+_ALL, _PLANE = ("grid",), ("model",)
 _FIRST = 3
 """Steps at the beginning that are all looked at."""
 _COMPUTED = 1e-3
@@ -59,6 +57,7 @@ class ReplicaWatch:
         split = [module for module in model.modules() if isinstance(module, SplitWeight)]
         self._gathers = list({id(module.gathers): module.gathers for module in split}.values())
         self._told: set[str] = set()
+        self._trouble: str | None = None
 
     # Calls
 
@@ -90,8 +89,8 @@ class ReplicaWatch:
 
     def _ranks(self, groups: tuple[str, ...]) -> list[int]:
         """The ranks that they reach, in the order of what they gather."""
-        if groups == _ALL:
-            return dist.get_process_group_ranks(self.mesh.group("grid"))
+        if groups in (_ALL, _PLANE):
+            return dist.get_process_group_ranks(self.mesh.group(groups[0]))
         size = self.mesh.size("model") * self.mesh.size("z")
         first = dist.get_rank() - self.mesh.rank("model") - self.mesh.size("model") * self.mesh.rank("z")
         return list(range(first, first + size))
@@ -146,32 +145,42 @@ class ReplicaWatch:
         return self.steps < _FIRST or (self.steps + 1) % self.every == 0
 
     def watch(self, outputs: Any) -> None:
-        """Compare the model's outputs, and their gradients when backward brings them."""
-        self.computed(outputs, "model's outputs")
-        if self.mesh.size("model") > 1 and self.due:
-            for value in tensors_in(outputs):
-                if value.requires_grad:
-                    value.register_hook(lambda gradient: self.computed(gradient, "gradients of the model's outputs"))
-
-    def computed(self, values: Any, what: str) -> None:
-        """Compare the floating-point tensors among `values`, which ranks of a plane have computed alike; every rank calls it.
+        """Compare the model's outputs, and their gradients when backward brings them; every rank calls it.
 
         Raises:
-            ConfigError: they differ.
+            ConfigError: outputs differ, the same on every rank.
         """
         if self.mesh.size("model") == 1 or not self.due:
             return
+        self._computed(outputs, "model's outputs", _ALL)
+        for value in tensors_in(outputs):
+            if value.requires_grad:
+                value.register_hook(self._came)
+
+    def _came(self, gradient: Tensor) -> None:
+        """Compare an output's gradient in this plane: others may have none, where a loss is of other outputs on ranks that read other data."""
+        try:
+            self._computed(gradient, "gradients of the model's outputs", _PLANE)
+        except ConfigError as error:  # which all ranks are to end with
+            self._trouble = self._trouble or str(error)
+
+    def _computed(self, values: Any, what: str, groups: tuple[str, ...]) -> None:
+        """Compare the floating-point tensors among `values`, which ranks of a plane have computed alike; other planes may have another number.
+
+        Raises:
+            ConfigError: they differ, the same on all ranks of `groups`.
+        """
         found = [value for value in tensors_in(values) if value.is_floating_point()]
-        cards = self._exchange(
-            torch.stack([digests.digest(value).to(self.mesh.device) for value in found] or [self._none()])
-        )
-        planes = cards.view(-1, self.mesh.size("model"), cards.shape[1])
+        card = self._none() + len(found)
+        for value in found:
+            card = card * 31 + digests.digest(value).to(self.mesh.device)
+        planes = self._exchange(card, groups).view(-1, self.mesh.size("model"))
         if (planes == planes[:, :1]).all():
             return
         named = [(f"{what} {number}" if len(found) > 1 else what, value) for number, value in enumerate(found)]
         self._refuse(
             named,
-            _ALL,
+            groups,
             lambda value: _COMPUTED if value.element_size() > 2 else 30 * _COMPUTED,
             "the {}",
             "their labels differ or the plan leaves features split: pass labels through the model's forward, read data by "
@@ -187,7 +196,7 @@ class ReplicaWatch:
         """The optimizer has made its step number `steps`; every rank calls it.
 
         Raises:
-            ConfigError: a parameter's replicas have come apart.
+            ConfigError: a parameter's replicas have come apart, or gradients of outputs had; the same on every rank.
         """
         due, self.steps = self.due and steps > self.steps, steps
         if due and self.mesh.size("grid") > 1:
@@ -200,13 +209,13 @@ class ReplicaWatch:
             split, grid = tuple(axis for axis in _AXES if axis in layout.axes), layout.grid or self.mesh.grid
             if math.prod(grid.size(axis) for axis in _AXES if axis not in split) > 1:
                 by_axes.setdefault((grid, split), []).append((name, parameter))
-        totals = [self._none() for _ in by_axes]
+        totals = [self._none() for _ in by_axes] + [self._none() + int(self._trouble is not None)]
         for place, replicated in enumerate(by_axes.values()):
             for _, tensor in replicated:
                 totals[place] = totals[place] * 31 + digests.digest(tensor)
-        if not totals:
-            return
         cards = self._exchange(torch.stack(totals))
+        if cards[:, -1].any():
+            self._tell()
         for place, ((grid, split), members) in enumerate(by_axes.items()):
             groups = [list(ranks) for ranks in grid.groups(set(_AXES) - set(split))]
             column = cards[:, place].tolist()
@@ -219,6 +228,16 @@ class ReplicaWatch:
                     "something changed them on one rank alone: go on from a checkpoint before it",
                     groups,
                 )
+
+    def _tell(self) -> None:
+        """Raise what planes have found.
+
+        Raises:
+            ConfigError: always, the same on every rank.
+        """
+        said: list[str | None] = [None] * self.mesh.size("grid")
+        dist.all_gather_object(said, self._trouble, group=self.mesh.group("grid"))
+        raise ConfigError(next(one for one in said if one is not None))
 
     # Ranks together
 
@@ -279,48 +298,3 @@ def _distance(one: tuple[Sketch, float] | None, other: tuple[Sketch, float] | No
         return math.inf
     found = one[0].distance(other[0])
     return found if found > max(one[1], other[1]) else 0.0
-
-
-def watch_calls(model: nn.Module, watch: ReplicaWatch) -> Callable[[], None]:
-    """Have every call of a model, and of its `forward`, compare its arguments first.
-
-    Its class becomes a subclass of the same name, so that copies of the model are watched as well and call themselves.
-
-    Returns:
-        What undoes it.
-    """
-    kind, own = type(model), vars(model).get("forward")
-    original = own or kind.forward
-    names = [name for name in inspect.signature(model.forward).parameters]
-
-    def compare(inputs: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return watch.call(names, inputs, keywords)
-
-    compare = torch.compiler.disable(compare)
-
-    if own is not None:
-
-        @wraps(own)
-        def called(*inputs: Any, **keywords: Any) -> Any:
-            inputs, keywords = compare(inputs, keywords)
-            return own(*inputs, **keywords)
-
-        model.forward = called
-
-        def undo() -> None:
-            model.forward = own
-
-        return undo
-
-    @wraps(original)
-    def forward(self: nn.Module, *inputs: Any, **keywords: Any) -> Any:
-        inputs, keywords = compare(inputs, keywords)
-        return original(self, *inputs, **keywords)
-
-    same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    model.__class__ = type(kind.__name__, (kind,), {"forward": forward, **same})
-
-    def back() -> None:
-        model.__class__ = kind
-
-    return back

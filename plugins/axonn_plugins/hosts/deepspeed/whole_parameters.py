@@ -88,7 +88,7 @@ class Held:
     """
 
     def __init__(self, optimizer: FlatOptimizer, parameter: nn.Parameter) -> None:
-        held = Access(optimizer, parameter)
+        held, self.optimizer = Access(optimizer, parameter), optimizer
         self.functions: dict[str, Callable[..., Any]] = {
             "safe_get_full_grad": lambda param: held.gradient(),
             "safe_set_full_grad": lambda param, value: held.set_gradient(value),
@@ -126,11 +126,11 @@ def mark(parameters: Iterable[nn.Parameter], mesh: Mesh, optimizer: FlatOptimize
         _wrap_gathering()
 
 
-def forget(parameters: Iterable[nn.Parameter]) -> None:
-    """Their optimizer is gone."""
-    for parameter in parameters:
-        if hasattr(parameter, "axonn_held"):
-            del parameter.axonn_held
+def forget(optimizer: FlatOptimizer) -> None:
+    """An optimizer is gone; parameters that another has taken since are that one's."""
+    for parameter in (entry.parameter for entry in optimizer.entries):
+        if getattr(getattr(parameter, "axonn_held", None), "optimizer", None) is optimizer:
+            del parameter.axonn_held  # type: ignore[attr-defined]
 
 
 def _led(*given: Any, _axonn: str = "", **named: Any) -> Any:

@@ -97,7 +97,7 @@ class StateOptimizer(EngineOptimizer, samo.Optimizer):
     def destroy(self) -> None:
         """Leave the model's parameters alone."""
         self.release()
-        forget(entry.parameter for entry in self.entries)
+        forget(self)
 
     def offload_states(self, *rest: Any, **keywords: Any) -> None:
         """Refused: states are where the configuration says.
