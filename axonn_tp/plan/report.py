@@ -29,7 +29,8 @@ _SHARED = "its weight is shared or read by other code"
 _OWN_FORWARD = "has a forward of its own"
 _ADVICE = {
     ALL_FEATURES: "on a share of the features the code between these layers computes something else, as said in brackets. Let it take "
-    "head counts and widths from its tensors' shapes, or from an integer attribute of the module such as num_heads.",
+    "head counts and widths from the shapes of what these layers give, not of what they read (y.view(b, t, -1, head_size), and y.flatten(2) behind "
+    "the attention), or from an integer attribute of the module such as num_heads.",
     MIXED: "these read a sum or product of several layers' outputs, as a residual stream or a gate is, so no pair ends in them; each is split by "
     "itself, with whole features in and out.",
     ALONE: "what these give does not reach one linear alone, so they begin no pair; each is split by itself, with whole features in and out.",

@@ -233,7 +233,8 @@ REFUSALS = [
     "plan '*.deepspeed_moe.*.fc1' names parts of MoE layers alone",
     "plan = 'automatic' is not a plan",
     "layer blocks.1.moe has experts that are split already (tensor_model_parallel), and gx*gy = 2",
-    "the experts' weights are equal on ranks [0, 2], and TED has the same experts on [0, 1]",
+    "the experts' weights are equal on ranks [0, 2], and TED has the same experts on [0, 1], so that experts would be lost; number a rank's experts by "
+    "its place in its group of ranks with different experts, of which the first is [0, 2], or load",
     "layer blocks.1.moe has use_tutel = true",
 ]
 

@@ -103,7 +103,8 @@ def refuse_others(everyone: Sequence[Weights], topology: Topology, others: Itera
             mine, theirs = _partners(topology), list(layout(0))
             raise ConfigError(
                 f"axonn.ted: the experts' weights are equal on ranks {theirs}, and TED has the same experts on {mine}, so that experts would be "
-                "lost; make each rank's experts for TED's groups, which rank 0 prints, or load a checkpoint after deepspeed.initialize"
+                "lost; number a rank's experts by its place in its group of ranks with different experts, of which the first is "
+                f"{list(topology.expert_group(0))}, or load a checkpoint after deepspeed.initialize"
             )
 
 
