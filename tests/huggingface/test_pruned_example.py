@@ -28,12 +28,15 @@ def pruned(folder: Path, name: str, config: dict[str, Any], readers: int) -> Any
     return attempt(partial(train.main, ["--deepspeed", str(file), *size, "--output_dir", str(folder / name)]))
 
 
-def test_is_pruned_alike_on_any_ranks(tmp_path: Path) -> None:
+def test_is_pruned_alike_on_any_ranks(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     config = json.loads((Path(examples.__path__[0]) / "pruned" / "ds_config.json").read_text())
     split = config | {"axonn": config["axonn"] | {"tensor_parallel": {"gx": 2, "gy": 1, "gz": 1, "plan": "auto"}}}
     (wanted,) = run_ranks(pruned, 1, tmp_path, "alone", config, 1)
     assert wanted[1] == pytest.approx(0.8, abs=1e-3)
     for found in run_ranks(pruned, 2, tmp_path, "shared", config, 2):
         assert found == pytest.approx(wanted, abs=2e-4)
+    printed = capfd.readouterr().err
+    assert "SAMO: pruned after step 4" in printed and "part of the weights" not in printed
     for found in run_ranks(pruned, 2, tmp_path, "split", split, 1):
         assert found == pytest.approx(wanted, abs=2e-4)
+    assert "state on rank 0, whose part of the weights this is" in capfd.readouterr().err

@@ -16,6 +16,7 @@ from axonn_plugins.config import Axonn, ConfigError
 from axonn_plugins.config.systems import REGISTERED
 from axonn_plugins.hosts.host import Gradient, Host, System
 from axonn_plugins.samo.pruning import Masks, Pruning
+from axonn_tp import layout_of
 from axonn_tp.comm.gradients import sum_ranks
 
 
@@ -165,6 +166,11 @@ class Composition:
         if dist.get_rank() == 0:
             table = samo.sparsity_table(masks, self.pruning.parameters.items())
             size = f"{self.optimizer.nbytes / 2**20:,.1f} MiB of weights, gradients and state"
+            parts = [p for name, p in self.pruning.parameters.items() if name in masks]
+            if any(layout_of(part).serial_shape != part.shape for part in parts):
+                size += (
+                    ' on rank 0, whose part of the weights this is ("report" in the block writes a file on all of them)'
+                )
             print(
                 f"axonn {__version__}: SAMO: pruned after step {self.host.steps}; {size}\n{table}",
                 file=sys.stderr,

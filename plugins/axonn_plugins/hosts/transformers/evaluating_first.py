@@ -89,7 +89,12 @@ def _use(trainer: Any, optimizer: Any, *rest: Any) -> Any:
 def _evaluating(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def evaluation_loop(self: Any, *given: Any, **keywords: Any) -> Any:
-        if not has_block(self.accelerator) or self.deepspeed is not None:
+        if not has_block(self.accelerator):
+            return original(self, *given, **keywords)
+        if self.deepspeed is not None:
+            if hasattr(self, "model_preparation_time"):
+                # The Trainer takes the first evaluation's from each later one's time, too, which then is below zero.
+                self.model_preparation_time = 0.0
             return original(self, *given, **keywords)
         with _without_training(self.accelerator.state.deepspeed_plugin, self.model):
             return original(self, *given, **keywords)
