@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from threading import Lock, local
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
-_ops = torch.ops._c10d_functional
+_ops, _differentiable = torch.ops._c10d_functional, torch.ops._c10d_functional_autograd
 _COLLECTIVES = {
     operator.default
     for operator in (_ops.all_to_all_single, _ops.all_reduce, _ops.all_gather_into_tensor, _ops.reduce_scatter_tensor)
 } | {_ops.all_gather_into_tensor_out.default}
 
+_WAIT = _ops.wait_tensor
+_SEEN = [
+    *((_ops, name) for name in ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")),
+    *((_ops, name) for name in ("all_gather_into_tensor_out", "wait_tensor")),
+    *((_differentiable, name) for name in ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")),
+]
+"""Operators that lead to these, or wait for them."""
 _GATHERS = {_ops.all_gather_into_tensor.default, _ops.all_gather_into_tensor_out.default}
 
 
@@ -121,14 +129,14 @@ class Stash:
         """Bytes that are kept now."""
         return sum(tensor.nbytes for tensor in self.kept)
 
-    def record(self) -> TorchDispatchMode:
+    def record(self) -> AbstractContextManager:
         """The context in which results are kept; those of an earlier call are forgotten."""
         self._kept, self.spent, self.recorded = [], False, True
-        return _Record(self._kept, self.place, self.leave)
+        return _AroundCollectives(_Record(self._kept, self.place, self.leave))
 
-    def replay(self) -> TorchDispatchMode:
+    def replay(self) -> AbstractContextManager:
         """The context in which they are given back, once; a further recomputation communicates."""
-        return _Replay(self)
+        return _AroundCollectives(_Replay(self))
 
     def take(self, operator: Any) -> Tensor:
         """The next result, which is let go."""
@@ -143,7 +151,7 @@ class Stash:
         self._kept.clear()
         self.spent = True
 
-    def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
         """Contexts of the first forward and of the recomputation."""
         return self.record(), self.replay()
 
@@ -179,7 +187,7 @@ class _Kept:
 class _Record(TorchDispatchMode):
     def __init__(self, kept: list[_Kept], stash: str, leave: Collection[str]) -> None:
         super().__init__()
-        self.kept, self.stash, self.leave = kept, stash, leave
+        self.kept, self.moves, self.leave = kept, stash == "cpu", leave
         self.under_way: dict[int, _Kept] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -187,11 +195,10 @@ class _Record(TorchDispatchMode):
         if _stashed(function, args, self.leave):
             # The result itself will have the graph's next node, which holds, in the end, this list.
             self.kept.append(_Kept(function, result.detach()))
-            self.under_way[id(result)] = self.kept[-1]
-        elif function is _ops.wait_tensor.default and self.stash == "cpu":
-            arrived = self.under_way.pop(id(args[0]), None)
-            if arrived is not None:
-                arrived.move()
+            if self.moves:
+                self.under_way[id(result)] = self.kept[-1]
+        elif function is _WAIT.default and (arrived := self.under_way.pop(id(args[0]), None)) is not None:
+            arrived.move()
         return result
 
 
@@ -202,24 +209,78 @@ def _stashed(function: Any, args: Any, leave: Collection[str]) -> bool:
     return function not in _GATHERS or not any(isinstance(one, str) and one in leave for one in args)
 
 
+class _Entered(local):
+    """The modes of the contexts that this thread is in, innermost last."""
+
+    def __init__(self) -> None:
+        self.modes: list[_Record | _Replay] = []
+
+
+_entered = _Entered()
+
+
 def _replaying() -> bool:
-    return any(isinstance(mode, _Replay) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, _Replay) for mode in _entered.modes)
+
+
+class _Seen:
+    """An operator in whose calls the modes of this thread's contexts are on.
+
+    Around a whole block they would be asked for each of its operators, some thousand times a step.
+    """
+
+    def __init__(self, packet: Any) -> None:
+        self.packet, self.waits = packet, packet is _WAIT
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.packet(*args, **kwargs)
+        with ExitStack() as on:
+            for mode in _entered.modes:
+                if mode.moves or not self.waits:
+                    on.enter_context(mode)
+            return self.packet(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.packet, name)  # overloads themselves, of which torch keeps the addresses
+
+
+class _AroundCollectives:
+    """A context in which a mode is on while this thread calls collectives; it may be entered again."""
+
+    _lock, _contexts = Lock(), 0
+
+    def __init__(self, mode: _Record | _Replay) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        _entered.modes.append(self._mode)
+        with self._lock:
+            _AroundCollectives._contexts += 1
+            if _AroundCollectives._contexts == 1:
+                for space, name in _SEEN:
+                    setattr(space, name, _Seen(getattr(space, name)))
+
+    def __exit__(self, *error: object) -> None:
+        _entered.modes.pop()
+        with self._lock:
+            _AroundCollectives._contexts -= 1
+            if not _AroundCollectives._contexts:
+                for space, name in _SEEN:
+                    setattr(space, name, getattr(space, name).packet)
+        if isinstance(self._mode, _Replay):
+            # A recomputation may end before the last of them. Where backward runs again, the graph being retained, none is left.
+            self._mode.stash.spend()
 
 
 class _Replay(TorchDispatchMode):
+    moves = False
+
     def __init__(self, stash: Stash) -> None:
         super().__init__()
         self.stash = stash
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        # A recomputation may end before the last of them. Where backward runs again, the graph being retained, none is left.
-        self.stash.spend()
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.stash.spent:
-            if _stashed(function, args, self.stash.leave):
-                return self.stash.take(function)
-            if function is _ops.wait_tensor.default and not self.stash.leave:
-                return args[0]
+        if not self.stash.spent and _stashed(function, args, self.stash.leave):
+            return self.stash.take(function)
         return function(*args, **(kwargs or {}))

@@ -27,7 +27,7 @@ _BUCKET = 2**18
 
 @dataclass(frozen=True)
 class Switches:
-    """Parts of ours that are on: TED's optimizations, and sums of gradients while backward runs."""
+    """Parts of ours that are on: TED's optimizations; sums of gradients while backward runs, and all-to-alls in two slices."""
 
     drop: bool = False
     stash: bool = False
@@ -144,6 +144,7 @@ def _experts(switches: Switches | None, settings: Settings, groups: Groups) -> n
         groups=groups,
         duplicate_token_dropping=switches.drop,
         fused=switches.fused,
+        overlap_degree=2 if switches.overlap else 1,
         **options,
     )
 
