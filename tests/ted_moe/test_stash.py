@@ -8,6 +8,7 @@ from itertools import product
 import deepspeed
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import ted_moe
 from axonn_plugins.observe.ledger import Ledger
@@ -154,3 +155,21 @@ def test_a_recomputation_is_under_the_first_calls_autocast():
     assert set(types) == {torch.bfloat16}
     for grads in found.values():
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(grads, found["none"], strict=True))
+
+
+def test_only_collectives_are_looked_at_and_torch_is_left_as_it_was():
+    """Modes would be asked for each operator of a block."""
+    before, modes = torch.ops._c10d_functional.all_reduce, []
+
+    def block(x):
+        modes.append(_get_current_dispatch_mode_stack())
+        assert torch.ops._c10d_functional.all_reduce is not before
+        assert torch.ops._c10d_functional.all_reduce.default is before.default
+        if len(modes) > 1:
+            raise KeyError("a block's error")
+        return x * 2
+
+    Stashing(block)(torch.ones(2))
+    with pytest.raises(KeyError):
+        Stashing(block)(torch.ones(2))
+    assert modes == [[], []] and torch.ops._c10d_functional.all_reduce is before
