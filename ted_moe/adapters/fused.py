@@ -80,6 +80,7 @@ class Dealt:
         """True if each tensor rank has other experts, and has them whole."""
         return self.groups.topology.expert_tensor == 1
 
+    @torch.compiler.disable  # as `ted_moe.MoE`
     def mix(self, module: nn.Module, tokens: Tensor, routes: Routes) -> Tensor:
         """Send tokens to their experts and back.
 

@@ -1,6 +1,7 @@
 """The layer against stock DeepSpeed-MoE with all experts on one rank, which routes each rank's tokens in the same way."""
 
 from collections import Counter, defaultdict
+from functools import partial
 from itertools import product
 
 import deepspeed
@@ -228,3 +229,24 @@ def test_uneven_batches_neither_differ_nor_hang(ranks, all_switches):
 def test_wrong_arguments(keywords, message):
     with pytest.raises(ValueError, match=message):
         ted_moe.MoE(FEATURES, Plain(), **keywords)(torch.randn(16, FEATURES))
+
+
+def compiled():
+    """A layer between compiled ones, and the same eagerly."""
+    found = []
+    for run in (lambda model: model, partial(torch.compile, backend="eager")):
+        groups = groups_of(Topology(2, 1, 2))
+        torch.manual_seed(0)
+        layer = ted_moe.MoE(FEATURES, Plain(), EXPERTS, 2, k=2, groups=groups).double()
+        model = torch.nn.Linear(FEATURES, FEATURES).double()
+        torch.manual_seed(dist.get_rank())
+        tokens = torch.randn(16, FEATURES, dtype=torch.float64, requires_grad=True)
+        call = run(lambda given, model=model, layer=layer: model(layer(model(given))[0]).square().sum())
+        call(tokens).backward()
+        found.append([tokens.grad, *(p.grad for p in [*model.parameters(), *layer.parameters()])])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_what_is_around_a_mixture_may_be_compiled():
+    run_ranks(compiled, 2)
