@@ -104,6 +104,8 @@ def _training(settings: Settings, way: Way) -> Training:
         micro_batch=settings.batch // settings.readers(way),
         seed=settings.seed,
         distributed_optimizer=bool(settings.stage),
+        overlap_grad_reduce=bool(settings.stage),
+        overlap_param_gather=bool(settings.stage),
     )
     if way.ours:
         return replace(base, axonn_gx=way.tensor, axonn_gy=1, axonn_gz=way.z)

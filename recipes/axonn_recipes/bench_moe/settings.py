@@ -42,7 +42,7 @@ class Mixture(Sizes):
         experts: experts in a layer.
         k: experts a token.
         width: inner features of an expert.
-        stage: of ZeRO, or 1 for Megatron's distributed optimizer; the same on all sides.
+        stage: of ZeRO, or 1 for Megatron's distributed optimizer, with its sums beside backward and its gathers beside forward; the same on all sides.
         steps: timed steps of a round; their median counts.
         local: no emulated network: all ranks talk through loopback.
     """
@@ -165,7 +165,7 @@ def described(settings: Settings) -> str:
     """The run in words."""
     where = f"latency {settings.latency}, bandwidth {settings.bandwidth or 'unlimited'} a node"
     kind = {"hf": "Qwen3-MoE of transformers under DeepSpeed", "megatron": "megatron.core's GPT"}[settings.model]
-    stage = "ZeRO-1" if settings.model == "hf" else "Megatron's distributed optimizer"
+    stage = "ZeRO-1" if settings.model == "hf" else "Megatron's distributed optimizer, overlapped"
     return "\n".join(
         [
             f"{settings.ranks} ranks: {settings.nodes} nodes of {settings.ranks_per_node}, {settings.wire}, "
