@@ -210,10 +210,16 @@ def _stashed(function: Any, args: Any, leave: Collection[str]) -> bool:
 
 
 class _Entered(local):
-    """The modes of the contexts that this thread is in, innermost last."""
+    """This thread's contexts.
+
+    Attributes:
+        modes: theirs, innermost last.
+        calling: a collective is being called, with these on.
+    """
 
     def __init__(self) -> None:
         self.modes: list[_Record | _Replay] = []
+        self.calling = False
 
 
 _entered = _Entered()
@@ -233,12 +239,15 @@ class _Seen:
         self.packet, self.waits = packet, packet is _WAIT
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        # A mode for torch's functions is told of this object, and calls it again.
+        if torch.compiler.is_compiling() or _entered.calling:
             return self.packet(*args, **kwargs)
         with ExitStack() as on:
             for mode in _entered.modes:
                 if mode.moves or not self.waits:
                     on.enter_context(mode)
+            _entered.calling = True
+            on.callback(setattr, _entered, "calling", False)
             return self.packet(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
