@@ -13,7 +13,7 @@ from axonn_recipes.options import Run, at_least_one, heads_fit
 PEERS = {"hf": "AutoEP and AutoTP", "megatron": "Megatron"}
 """Who else trains a model."""
 _USUAL = {"hf": "2,4 2,8 1,8 1,2", "megatron": "1,4 1,8"}
-_OURS = {"hf": "2,4,1 1,8,1 1,8,8 1,2,1", "megatron": "2,4,1 1,8,1 1,8,8"}
+_OURS = {"hf": "2,4,1 1,8,1 1,8,8 1,2,1", "megatron": "2,4,1 1,4,1 1,8,1 1,8,8"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Options(Mixture, Place, Run):
     Attributes:
         peers: ranks that split layers, and ranks of experts, as in "2,4 1,8"; of these AutoEP and AutoTP, or Megatron, are measured;
             by itself 2,4 2,8 1,8 1,2, of a Megatron 1,4 1,8.
-        ours: gx, ranks of experts, and gz, as in "2,4,1 1,8,8"; by itself 2,4,1 1,8,1 1,8,8, and of a HF model 1,2,1.
+        ours: gx, ranks of experts, and gz, as in "2,4,1 1,8,8"; by itself 2,4,1 1,8,1 1,8,8, and of a HF model 1,2,1, of a Megatron 1,4,1.
     """
 
     nodes: int = 4
