@@ -6,8 +6,11 @@ from itertools import product
 import deepspeed
 import torch.utils.checkpoint
 
-from axonn_plugins.ted.stock import Comparison, data_tokens, differences
+import ted_moe
+from axonn_plugins.observe.ledger import Ledger
+from axonn_plugins.ted.stock import FEATURES, Comparison, data_tokens, differences
 from ted_moe import Topology
+from tests.distributed import BACKEND
 
 BAR = 1e-6
 CHECKPOINTS = {
@@ -42,3 +45,26 @@ def wild_tokens(data):
     count = (34, 0, 21, 1, 8, 13, 2, 5)[data]
     tokens = data_tokens(data, 40, seed=2)
     return tokens[:, :1].repeat(1, count, 1) if data % 2 == 0 else tokens[:, :count]
+
+
+def recomputed(layer, groups):
+    """Collectives of a layer by checkpoint and place of the stash, which all give the same gradients."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a kernel that nothing here needs
+    deepspeed.init_distributed(BACKEND)
+    deepspeed.checkpointing.configure(None)
+    found, grads = {}, []
+    for name, checkpoint in CHECKPOINTS.items():
+        for stash in (None, "device", "cpu"):
+            torch.manual_seed(1 + groups.rank("data"))
+            tokens = torch.randn(17, FEATURES).requires_grad_()
+            function = layer if stash is None else ted_moe.Stashing(layer, stash)
+            layer.zero_grad()
+            with Ledger(groups.axis_names()) as ledger:
+                output, l_aux, _ = checkpoint(function, tokens * 1.0)
+                (output.square().sum() + l_aux).backward()
+            grads.append([tokens.grad, *(parameter.grad.clone() for parameter in layer.parameters())])
+            found[name, stash] = ledger.entries
+    for mine in grads[1:]:
+        for one, other in zip(mine, grads[0], strict=True):
+            torch.testing.assert_close(one, other)
+    return found

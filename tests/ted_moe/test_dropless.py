@@ -2,7 +2,6 @@
 
 from collections import Counter, defaultdict
 
-import deepspeed
 import pytest
 import torch
 
@@ -12,9 +11,9 @@ from axonn_plugins.ted.stock import EXPERTS, FEATURES, Gated, Plain, Residual, S
 from ted_moe import Topology
 from ted_moe.dropless import place_rows, plan_receiving, plan_sending, share_out
 from ted_moe.gating import Gate
-from tests.distributed import BACKEND, run_ranks
+from tests.distributed import run_ranks
 from tests.matrix import thorough
-from tests.ted_moe.stock import CHECKPOINTS, compare, factorisations, topologies_of, wild_tokens
+from tests.ted_moe.stock import compare, factorisations, recomputed, topologies_of, wild_tokens
 
 OPTIONS = [
     {"k": 1, "use_rts": False, "drop_tokens": False, "min_capacity": 0},
@@ -80,28 +79,12 @@ def counted():
 
 def checkpointed():
     """Collectives of a checkpointed layer, stashed and not, and whether all gradients are the same."""
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a kernel that nothing here needs
-    deepspeed.init_distributed(BACKEND)
-    deepspeed.checkpointing.configure(None)
     groups = groups_of(Topology(4, 2, 2))
     layer = ted_moe.MoE(FEATURES, Plain(), EXPERTS, 2, k=2, groups=groups, dropless=True)
-    found, grads = {}, []
-    for name, checkpoint in CHECKPOINTS.items():
-        for stash in (None, "device", "cpu"):
-            torch.manual_seed(1 + groups.rank("data"))
-            tokens = torch.randn(17, FEATURES).requires_grad_()
-            function = layer if stash is None else ted_moe.Stashing(layer, stash)
-            layer.zero_grad()
-            with Ledger(groups.axis_names()) as ledger:
-                output, l_aux, _ = checkpoint(function, tokens * 1.0)
-                (output.square().sum() + l_aux).backward()
-            grads.append([tokens.grad, *(parameter.grad.clone() for parameter in layer.parameters())])
-            of_counts = [entry for entry in ledger.entries if entry.itemsize == 8]
-            found[name, stash] = Counter(entry.name for entry in ledger.entries), Counter(e.name for e in of_counts)
-    for mine in grads[1:]:
-        for one, other in zip(mine, grads[0], strict=True):
-            torch.testing.assert_close(one, other)
-    return found
+    return {
+        case: (Counter(e.name for e in entries), Counter(e.name for e in entries if e.itemsize == 8))
+        for case, entries in recomputed(layer, groups).items()
+    }
 
 
 def test_plans_send_each_row_once():

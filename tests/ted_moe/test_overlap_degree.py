@@ -1,9 +1,7 @@
 """All-to-alls in slices, each under way while experts work on another: the same numbers, bytes and checkpoints, in the order that overlaps."""
 
-from collections import Counter
 from itertools import product
 
-import deepspeed
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,9 +10,9 @@ import ted_moe
 from axonn_plugins.observe.ledger import Ledger
 from axonn_plugins.ted.stock import EXPERTS, FEATURES, Gated, Plain, data_tokens, groups_of
 from ted_moe import Topology
-from tests.distributed import BACKEND, run_ranks
+from tests.distributed import run_ranks
 from tests.matrix import thorough
-from tests.ted_moe.stock import CHECKPOINTS, compare, topologies_of, wild_tokens
+from tests.ted_moe.stock import compare, recomputed, topologies_of, wild_tokens
 
 OPTIONS = [
     {"k": 1, "use_rts": False, "capacity_factor": 1.0, "min_capacity": 1},
@@ -100,26 +98,11 @@ def counted(dropless):
 
 def checkpointed(dropless):
     """Gradients and all-to-alls with every checkpoint and place of the stash."""
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a kernel that nothing here needs
-    deepspeed.init_distributed(BACKEND)
-    deepspeed.checkpointing.configure(None)
     groups = groups_of(Topology(4, 2, 2))
-    layer = layer_of(groups, dropless, 2)
-    grads, counts = [], Counter()
-    for name, checkpoint in CHECKPOINTS.items():
-        for stash in (None, "device", "cpu"):
-            torch.manual_seed(1 + groups.rank("data"))
-            tokens = torch.randn(17, FEATURES).requires_grad_()
-            function = layer if stash is None else ted_moe.Stashing(layer, stash)
-            layer.zero_grad()
-            with Ledger(groups.axis_names()) as ledger:
-                (checkpoint(function, tokens * 1.0)[0].square().sum()).backward()
-            grads.append([tokens.grad, *(parameter.grad.clone() for parameter in layer.parameters())])
-            counts[name, stash] = sum(e.collective.op == "all_to_all" and e.itemsize == 4 for e in ledger.entries)
-    for mine in grads[1:]:
-        for one, other in zip(mine, grads[0], strict=True):
-            torch.testing.assert_close(one, other)
-    return counts
+    return {
+        case: sum(e.collective.op == "all_to_all" and e.itemsize == 4 for e in entries)
+        for case, entries in recomputed(layer_of(groups, dropless, 2), groups).items()
+    }
 
 
 def twice_differentiated(dropless):
