@@ -32,8 +32,11 @@ class Side:
     losses: list[float] = field(default_factory=list)
 
 
-def test_each_round_begins_with_another_side() -> None:
-    assert "".join(side for _, side in rounds.in_turns("abc", 4)) == "abcbcacababc"
+def test_each_round_has_an_order_of_its_own() -> None:
+    turns = "".join(side for _, side in rounds.in_turns("abc", 40))
+    assert all(sorted(turns[first : first + 3]) == ["a", "b", "c"] for first in range(0, 120, 3))
+    assert {"ab", "ac", "ba", "bc", "ca", "cb"} <= {turns[first : first + 2] for first in range(119)}
+    assert turns == "".join(side for _, side in rounds.in_turns("abc", 40))
     assert [number for number, _ in rounds.in_turns("ab", 2)] == [0, 0, 1, 1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
@@ -31,12 +32,12 @@ class Learner(Protocol):
 def in_turns(sides: Sequence[Kind], rounds: int) -> Iterator[tuple[int, Kind]]:
     """Every side once a round, with the round's number from 0, so that what drifts hits all.
 
-    Each round begins with another side: nobody always comes after the same.
+    Each round has an order of its own, the same on every rank and on every run: a step depends on what the one before it left in caches and
+    allocators, and nobody always comes after the same.
     """
     with bar(rounds * len(sides), "rounds", "turn") as shown:
         for number in range(rounds):
-            first = number % len(sides)
-            for side in (*sides[first:], *sides[:first]):
+            for side in random.Random(number).sample(sides, len(sides)):
                 yield number, side
                 shown.update()
 
