@@ -28,7 +28,7 @@ def compiled() -> None:
 
 IMPORTED = """
 import sys, torch
-light = ["axonn_plugins.pccl" + name for name in ("", ".default_timeout", ".options", ".watched_barrier")]
+light = ["axonn_plugins.pccl" + name for name in ("", ".coalescing", ".default_timeout", ".options", ".watched_barrier")]
 heavy = [name for name in sys.modules if name.startswith("axonn_plugins.pccl") and name not in light]
 print("pccl" in torch.distributed.Backend.backend_list, heavy, "pydantic" in sys.modules)
 """

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/SmallVector.h>
 
 #include <functional>
 #include <memory>
@@ -24,8 +25,7 @@ class Call : public c10d::Work {
  public:
   Call(int rank, c10d::OpType kind, Tensors outputs, std::shared_ptr<Finisher> finisher, std::shared_ptr<Callbacks> callbacks,
        uint64_t sequence)
-      : Work(rank, kind), outputs_(std::move(outputs)), finisher_(std::move(finisher)), callbacks_(std::move(callbacks)), sequence_(sequence),
-        future_(c10::make_intrusive<at::ivalue::Future>(c10::ListType::ofTensors())) {}
+      : Work(rank, kind), outputs_(std::move(outputs)), finisher_(std::move(finisher)), callbacks_(std::move(callbacks)), sequence_(sequence) {}
   ~Call() override { leave(); }
 
   void expect(int runs) {
@@ -90,12 +90,14 @@ class Call : public c10d::Work {
 
   Tensors result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    if (hurry_) {  // of a message, whose callbacks come in no order among the group's calls
-      if (!isCompleted()) hurry_();
-      return future_;
-    }
+    if (hurry_ && !isCompleted()) hurry_();
     std::lock_guard lock(parts_);
-    if (!settled_ && !taken_ && PyGILState_Check()) {
+    if (!future_) {
+      future_ = c10::make_intrusive<at::ivalue::Future>(c10::ListType::ofTensors());
+      if (settled_) complete();
+    }
+    // A message's callbacks come in no order among the group's calls.
+    if (!hurry_ && !settled_ && !taken_ && PyGILState_Check()) {
       taken_ = true;
       callbacks_->open(this);
     }
@@ -112,15 +114,24 @@ class Call : public c10d::Work {
   void settle(const std::exception_ptr& failed) {
     copies_.clear();
     held_.clear();
-    Callbacks::Running running(within_, this);
-    if (failed) future_->setError(failed);
-    else future_->markCompleted(c10::IValue(promised_.empty() ? outputs_ : promised_));
-    std::lock_guard lock(parts_);
+    std::unique_lock lock(parts_);
+    failed_ = failed;
+    if (future_) {
+      lock.unlock();
+      Callbacks::Running running(within_, this);
+      complete();
+      lock.lock();
+    }
     settled_ = true;
     if (taken_) callbacks_->close(this);
   }
+  void complete() {
+    if (failed_) future_->setError(failed_);
+    else future_->markCompleted(c10::IValue(promised_.empty() ? outputs_ : promised_));
+  }
 
-  Tensors outputs_, promised_, held_;
+  Tensors outputs_, promised_;
+  c10::SmallVector<at::Tensor, 2> held_;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
   std::shared_ptr<Finisher> finisher_;
   std::shared_ptr<Callbacks> callbacks_;
@@ -129,7 +140,8 @@ class Call : public c10d::Work {
   const Callbacks::Calls within_ = Callbacks::running();
   uint64_t sequence_;
   const std::thread::id maker_ = std::this_thread::get_id();
-  c10::intrusive_ptr<at::ivalue::Future> future_;
+  c10::intrusive_ptr<at::ivalue::Future> future_;  // made when it is asked for, as few are
+  std::exception_ptr failed_;
   std::mutex parts_;
   int left_ = 1;
   bool single_ = true, taken_ = false, settled_ = false;
