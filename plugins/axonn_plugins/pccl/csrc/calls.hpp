@@ -71,10 +71,10 @@ class Call : public c10d::Work {
     if (!self->error_.empty()) failed = std::make_exception_ptr(std::runtime_error("pccl: " + self->error_));
     if (!failed) {
       try {
-        at::NoGradGuard no_grad;
         for (auto& [to, from] : self->copies_) {
           // What was made in inference mode is written in it alone, and other tensors stay fit for autograd.
           c10::InferenceMode guard(to.is_inference());
+          at::NoGradGuard no_grad;  // within the guard, which would end it
           to.copy_(from);
         }
       } catch (...) {
