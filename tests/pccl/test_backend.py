@@ -105,6 +105,12 @@ def _strides() -> None:
                 work = dist.reduce_scatter_tensor(own, whole, async_op=asynchronous)
                 assert work is None or work.get_future().wait()[0].numel() == 4
                 assert own.tolist() == [size * float(i + rank) for i in range(4)]
+    for number in range(50):  # what a call's future has is there when the call was waited for
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        assert work is not None
+        future = work.get_future() if number % 2 else None
+        work.wait()
+        assert (future or work.get_future()).value()[0].tolist() == [size] * 2
     # What is copied to where it belongs is nobody's gradient.
     scale = torch.randn(3, 2, dtype=torch.float64).requires_grad_()
     moved, weight = 2 * scale.t(), nn.Parameter(torch.randn(5, 4)[:, ::2])

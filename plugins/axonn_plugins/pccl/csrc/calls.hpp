@@ -52,7 +52,10 @@ class Call : public c10d::Work {
   int sourceRank() const override { return any_ ? source_ : Work::sourceRank(); }
   bool wait(std::chrono::milliseconds timeout) override {
     if (hurry_ && !isCompleted()) hurry_();
-    return Work::wait(timeout);
+    bool done = Work::wait(timeout);
+    // Who has it may look at it from now on.
+    if (auto future = made(); future && !future->completed()) future->wait();
+    return done;
   }
   void hold(const at::Tensor& tensor) { held_.push_back(tensor); }
   // What its future has instead of the outputs.
@@ -83,9 +86,9 @@ class Call : public c10d::Work {
     }
     self->finish(failed);
     self->leave();
-    if (self->maker_ == std::this_thread::get_id()) return self->settle(failed);
+    if (self->maker_ == std::this_thread::get_id()) return self->settle();
     Finisher& finisher = *self->finisher_;
-    finisher.post([self = std::move(self), failed] { self->settle(failed); });
+    finisher.post([self = std::move(self)] { self->settle(); });
   }
 
   Tensors result() override { return outputs_; }
@@ -94,10 +97,10 @@ class Call : public c10d::Work {
     std::lock_guard lock(parts_);
     if (!future_) {
       future_ = c10::make_intrusive<at::ivalue::Future>(c10::ListType::ofTensors());
-      if (settled_) complete();
+      if (isCompleted()) complete();
     }
     // A message's callbacks come in no order among the group's calls.
-    if (!hurry_ && !settled_ && !taken_ && PyGILState_Check()) {
+    if (!hurry_ && !future_->completed() && !taken_ && PyGILState_Check()) {
       taken_ = true;
       callbacks_->open(this);
     }
@@ -111,22 +114,24 @@ class Call : public c10d::Work {
   void leave() {
     if (earlier_) earlier_->end(number_);
   }
-  void settle(const std::exception_ptr& failed) {
+  void settle() {
     copies_.clear();
     held_.clear();
     std::unique_lock lock(parts_);
-    failed_ = failed;
-    if (future_) {
+    if (future_ && !future_->completed()) {
       lock.unlock();
       Callbacks::Running running(within_, this);
       complete();
       lock.lock();
     }
-    settled_ = true;
     if (taken_) callbacks_->close(this);
   }
+  c10::intrusive_ptr<c10::ivalue::Future> made() {
+    std::lock_guard lock(parts_);
+    return future_;
+  }
   void complete() {
-    if (failed_) future_->setError(failed_);
+    if (auto failed = exception()) future_->setError(failed);
     else future_->markCompleted(c10::IValue(promised_.empty() ? outputs_ : promised_));
   }
 
@@ -141,10 +146,9 @@ class Call : public c10d::Work {
   uint64_t sequence_;
   const std::thread::id maker_ = std::this_thread::get_id();
   c10::intrusive_ptr<at::ivalue::Future> future_;  // made when it is asked for, as few are
-  std::exception_ptr failed_;
   std::mutex parts_;
   int left_ = 1;
-  bool single_ = true, taken_ = false, settled_ = false;
+  bool single_ = true, taken_ = false;
   std::string error_;
   std::function<void()> hurry_;
   bool any_ = false;
