@@ -105,6 +105,22 @@ def _strides() -> None:
                 work = dist.reduce_scatter_tensor(own, whole, async_op=asynchronous)
                 assert work is None or work.get_future().wait()[0].numel() == 4
                 assert own.tolist() == [size * float(i + rank) for i in range(4)]
+    for number in range(50):  # what a call's future has is there when the call was waited for
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        assert work is not None
+        future = work.get_future() if number % 2 else None
+        work.wait()
+        assert (future or work.get_future()).value()[0].tolist() == [size] * 2
+    # What is copied to where it belongs is nobody's gradient.
+    scale = torch.randn(3, 2, dtype=torch.float64).requires_grad_()
+    moved, weight = 2 * scale.t(), nn.Parameter(torch.randn(5, 4)[:, ::2])
+    with torch.no_grad():
+        dist.all_reduce(moved)
+    dist.broadcast(weight, 0)
+    assert not moved.is_contiguous() and moved.grad_fn is not None and moved.grad_fn.name() == "MulBackward0"
+    assert weight.is_leaf
+    moved.sum().backward()
+    assert scale.grad is not None and scale.grad.unique().tolist() == [2.0]
     dist.destroy_process_group()
 
 

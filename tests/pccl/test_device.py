@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from datetime import timedelta
 from functools import partial
@@ -14,6 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 
@@ -22,6 +24,7 @@ from axonn_plugins.pccl.algorithms import algorithms
 from axonn_plugins.pccl.backend import planner, using
 from axonn_plugins.pccl.build import load
 from axonn_plugins.pccl.choice import NATIVE, WINDOW, Choice, Measured
+from axonn_plugins.pccl.default_timeout import timeout_of
 from axonn_plugins.pccl.device_tuner import tune
 from axonn_plugins.pccl.executor import Executor
 from axonn_plugins.pccl.nodewise import even
@@ -245,6 +248,7 @@ def _routed() -> None:
     made = []
 
     def make() -> Any:
+        time.sleep(0.1)  # so that other threads come meanwhile
         made.append(FakeProcessGroup._create_internal(dist.get_rank(), 4))
         return made[-1]
 
@@ -257,7 +261,9 @@ def _routed() -> None:
     here, there, rank = torch.ones(3), torch.ones(3, device="meta"), dist.get_rank()
     backend.allreduce([here], dist.AllreduceOptions()).wait()
     assert here.tolist() == [4.0] * 3 and not made
-    backend.allreduce([there], dist.AllreduceOptions()).wait()
+    with ThreadPoolExecutor(2) as threads:
+        for work in threads.map(lambda _: backend.allreduce([there], dist.AllreduceOptions()), range(2)):
+            work.wait()
     assert len(made) == 1 and isinstance(load().on_device(backend), FakeProcessGroup)
     for sent, got in ((here, torch.zeros(3)), (there, there)):
         assert backend.supports_coalescing
@@ -284,8 +290,10 @@ def _set_before_it_is_made() -> None:
         return load().router(gloo("host"), asked.group_rank, asked.group_size, make)
 
     dist.Backend.register_backend("pccl_late", create, extended_api=True, devices=["cpu"])
-    backend = dist.new_group(backend="pccl_late")._get_backend(torch.device("cpu"))
-    backend.set_timeout(timedelta(seconds=77))
+    group = dist.new_group(backend="pccl_late")
+    backend = group._get_backend(torch.device("cpu"))
+    assert timeout_of(backend) is None  # gloo's own, which a router does not tell
+    c10d._set_pg_timeout(timedelta(seconds=77), group)
     assert not made
     load().on_device(backend)
     assert made[0].options._timeout == timedelta(seconds=77)
@@ -330,8 +338,38 @@ def _both_devices() -> None:
         group._get_backend(torch.device("cuda")).allreduce([torch.ones(3, device="meta")], dist.AllreduceOptions())
 
 
+def _left_by_an_exception() -> None:
+    """Coalescing blocks that end so: what is called after them is done."""
+    register()
+    own = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    wanted = sum(
+        torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)) for rank in range(4)
+    )
+    cpu = torch.device("cpu")
+    for beside in (False, True):
+        with patch("torch.cuda.is_available", lambda beside=beside: beside):
+            group = dist.new_group(backend="pccl")
+        for device in (None, cpu):
+            given_up = own.clone()
+            with pytest.raises((LookupError, RuntimeError)), dist._coalescing_manager(group, device):  # type: ignore[attr-defined]
+                dist.all_reduce(given_up, group=group)
+                raise LookupError
+            assert given_up.equal(own)
+            found = own.clone()
+            dist.all_reduce(found, group=group)
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+        if beside:
+            backend, got = group._get_backend(cpu), torch.zeros_like(own)
+            with pytest.raises(LookupError), dist._coalescing_manager(group, cpu):  # type: ignore[attr-defined]
+                for work in (backend.send([own], dist.get_rank() ^ 1, 0), backend.recv([got], dist.get_rank() ^ 1, 0)):
+                    work.wait()
+                raise LookupError
+            backend._start_coalescing()
+            assert backend._end_coalescing().is_completed()
+
+
 def _four() -> None:
-    for check in (_choices, _bits, _shapes, _routed, _set_before_it_is_made, _both_devices):
+    for check in (_choices, _bits, _shapes, _routed, _set_before_it_is_made, _both_devices, _left_by_an_exception):
         check()
         dist.barrier()
 

@@ -311,6 +311,17 @@ def _messages() -> None:
     collected: list[Any] | None = [None] * size if rank == 2 else None
     dist.gather_object(rank * 3, collected, dst=2)
     assert collected in (None, [0, 3, 6])
+    left = dist.new_group()
+    if rank == 0:
+        began = time.monotonic()
+        with pytest.raises(
+            RuntimeError, match=r"recv of 1 float32 from any rank cannot be done: rank [12] has left the group"
+        ):
+            dist.recv(torch.empty(1), group=left)
+        assert time.monotonic() - began < 20
+    else:
+        dist.destroy_process_group(left)
+    dist.barrier()
     dist.destroy_process_group()
 
 

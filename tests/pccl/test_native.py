@@ -70,6 +70,10 @@ def test_a_message_is_not_taken_from_memory_that_its_sender_uses_otherwise(progr
     assert "given up 3 times" in _run(programs, "torn")
 
 
+def test_messages_that_are_half_here_when_their_group_ends_are_let_go(programs: Path) -> None:
+    assert "12 halves" in _run(programs, "halves")
+
+
 def test_a_rank_lost_among_many_is_named_to_all_after_few_questions(programs: Path) -> None:
     told = _run(programs, "inquiry", 48, 3)
     for of in ("an all-to-all", "a ring"):

@@ -28,7 +28,7 @@ def compiled() -> None:
 
 IMPORTED = """
 import sys, torch
-light = ["axonn_plugins.pccl" + name for name in ("", ".default_timeout", ".options", ".watched_barrier")]
+light = ["axonn_plugins.pccl" + name for name in ("", ".coalescing", ".default_timeout", ".options", ".watched_barrier")]
 heavy = [name for name in sys.modules if name.startswith("axonn_plugins.pccl") and name not in light]
 print("pccl" in torch.distributed.Backend.backend_list, heavy, "pydantic" in sys.modules)
 """
@@ -154,6 +154,12 @@ def _fails(how: str, folder: str) -> str:
         build.load.cache_clear()
         os.environ.update(AXONN_CACHE=folder, PATH=folder)
         os.environ.pop("CXX", None)
+    if how in ("command", "damaged") and rank == 1:
+        build.load.cache_clear()
+        os.environ.update(AXONN_CACHE=folder, CXX="nowhere/c++ -pipe")
+        if how == "damaged":
+            build.place().parent.mkdir(parents=True)
+            build.place().write_text("of another machine")
     if how == "interface" and rank == 1:
         options = Options(interfaces=("none0",))
     if how == "agreement":
@@ -168,6 +174,8 @@ def _fails(how: str, folder: str) -> str:
 
 SAID = {
     "compiler": "no C++ compiler was found",
+    "command": "nowhere/c++ cannot be run: No such file or directory; name a C++ compiler in CXX",
+    "damaged": "does not load on this node",
     "interface": "interface 'none0' is not one",
     "agreement": "rank 1 of the group",
 }

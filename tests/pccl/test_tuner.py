@@ -76,6 +76,8 @@ def test_times_survive_the_file(tmp_path: Path) -> None:
     write(file, "b", SLOW, Measured({"all_reduce": {8: {Choice("ring", 2): 0.5}}}))
     assert read(file, "a", None) == MEASURED
     assert read(file, "b", SLOW).choose("all_reduce", 8) == Choice("ring", 2)
+    (beside := tmp_path / "beside").touch()
+    assert file.stat().st_mode == beside.stat().st_mode  # others may read it who share the folder
 
 
 def test_times_of_one_network_do_not_decide_on_another(tmp_path: Path) -> None:

@@ -41,6 +41,29 @@ def test_ranks_for_which_there_is_no_room_are_not_started() -> None:
         launch(_sum_in_a_later_group, 99_999_999_999)
 
 
+class _Told(Exception):
+    """An exception that pickle can write and not read, as those of web libraries are."""
+
+    def __init__(self, text: str, *, answer: int) -> None:
+        super().__init__(text)
+        self.answer = answer
+
+
+def _raises_or_returns(raises: bool) -> object:
+    if raises:
+        raise _Told("no such model", answer=404)
+    return lambda: 3
+
+
+@pytest.mark.parametrize(
+    ("raises", "said"), [(True, "_Told: no such model"), (False, "what it returned cannot be sent")]
+)
+def test_what_cannot_be_sent_to_who_started_the_ranks_is_told_in_words(raises: bool, said: str) -> None:
+    with pytest.raises(RankFailed, match=said) as failed:
+        launch(_raises_or_returns, 1, raises)
+    assert failed.value.error is None
+
+
 def _fails(dies_after: float) -> None:
     rank = int(os.environ["RANK"])
     if rank == 0:

@@ -113,6 +113,16 @@ def by_others(folder: Path) -> dict[str, Any]:
     around.__exit__(None, None, None)  # takes the watch along
     watch_within.end()
     assert _get_current_dispatch_mode_stack() == []
+    direct = Recorder()
+    direct.begin()
+    ones, wide, ranks = torch.ones(4), torch.ones(16), dist.get_world_size()
+    dist.all_gather_into_tensor(wide, ones)
+    dist.reduce_scatter_tensor(ones, wide)
+    dist.all_to_all_single(torch.empty(4), ones)
+    dist.gather(ones, list(wide.split(4)) if dist.get_rank() == 0 else None)
+    direct.end()
+    assert [call.op for call in direct.calls] == ["all_gather", "reduce_scatter", "all_to_all", "gather"] and ranks == 4
+    assert [span.call for span in direct.spans if span.kind == "wait"] == direct.calls
     assert dist.Work.wait.__name__ == "wait" and not hasattr(dist.Work.wait, "__wrapped__")
     return bring_together(watch, 1)
 

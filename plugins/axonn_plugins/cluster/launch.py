@@ -7,6 +7,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import pickle
 import random
 import resource
 import signal
@@ -308,9 +309,12 @@ def _rank(
     except BaseException as error:
         message = (False, error, traceback.format_exc())
     try:
+        if not message[0]:
+            pickle.loads(pickle.dumps(message[1]))  # some exceptions can be sent, and not be received
         writer.send(message)
-    except Exception:
-        writer.send((message[0], None, message[2]))
+    except Exception as error:
+        message = (False, None, message[2] or f"what it returned cannot be sent: {error}")
+        writer.send(message)
     sys.stdout.flush()
     sys.stderr.flush()
     if message[0]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from axonn_plugins.pccl import default_timeout, watched_barrier
+from axonn_plugins.pccl import coalescing, default_timeout, watched_barrier
 from axonn_plugins.pccl.options import Options
 
 __all__ = ["Options", "register"]
@@ -21,6 +21,7 @@ def register() -> None:
         Backend.register_backend("pccl", _create, extended_api=True, devices=["cpu", "cuda"])
         watched_barrier.install()
         default_timeout.install()
+        coalescing.install()
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:

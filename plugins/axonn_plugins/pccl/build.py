@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sysconfig
@@ -65,7 +66,7 @@ def load() -> ModuleType:
     """The extension module, compiled now if it never was.
 
     Raises:
-        BuildError: it does not compile; the compiler's words are in it.
+        BuildError: it does not compile; the compiler's words are in it. Or what was compiled before does not load here.
     """
     built = place()
     if not built.exists():
@@ -78,15 +79,21 @@ def load() -> ModuleType:
                     _compile(sorted(_SOURCES.glob("*.cpp")), built)
     spec = importlib.util.spec_from_file_location("_pccl", built)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise BuildError(
+            f"what was compiled of pccl in {built.parent} does not load on this node ({error}); remove that folder, or give nodes "
+            "with other system libraries a cache of their own in AXONN_CACHE"
+        ) from error
     return module
 
 
 def _compile(sources: list[Path], to: Path) -> None:
     from torch.utils import cpp_extension
 
-    command = compiler()
+    command = shlex.split(compiler())  # which may begin with another one's name, as of ccache
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     flags = [*_FLAGS, *(f"-isystem{path}" for path in includes)]
     with tempfile.TemporaryDirectory(dir=to.parent) as scratch:
@@ -95,7 +102,7 @@ def _compile(sources: list[Path], to: Path) -> None:
         running: list[subprocess.Popen] = []
         with ThreadPoolExecutor(processors.usable()) as pool:
             jobs = zip(units, objects, strict=True)
-            done = pool.map(lambda job: _run([command, *flags, "-c", str(job[0]), "-o", str(job[1])], running), jobs)
+            done = pool.map(lambda job: _run([*command, *flags, "-c", str(job[0]), "-o", str(job[1])], running), jobs)
             try:
                 list(done)
             except BaseException:  # also Ctrl-C: the pool waits for what runs
@@ -106,7 +113,7 @@ def _compile(sources: list[Path], to: Path) -> None:
         built = Path(scratch) / to.name
         libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
         names = ["-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
-        _run([command, "-shared", *map(str, objects), *libraries, *names, "-lpthread", "-o", str(built)], running)
+        _run([*command, "-shared", *map(str, objects), *libraries, *names, "-lpthread", "-o", str(built)], running)
         built.replace(to)
 
 
@@ -125,7 +132,13 @@ def _units(sources: list[Path], folder: Path) -> list[Path]:
 
 
 def _run(command: list[str], running: list[subprocess.Popen]) -> None:
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    try:
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    except OSError as error:
+        raise BuildError(
+            f"pccl is compiled when it is first used, and {command[0]} cannot be run: {error.strerror}; name a C++ compiler in CXX"
+        ) from None
+    with process:
         running.append(process)
         said = process.communicate()[1]
     if process.returncode:

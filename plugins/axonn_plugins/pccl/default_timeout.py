@@ -9,10 +9,9 @@ from typing import Any
 
 def timeout_of(backend: Any) -> timedelta | None:
     """The timeout of a group's collectives; None where its backend does not tell."""
-    if backend.name() == "pccl":
-        from axonn_plugins.pccl.build import load
-
-        return timedelta(seconds=load().planner(_unwrapped(backend)).timeout)
+    planner = _planner(backend) if backend.name() == "pccl" else None
+    if planner is not None:
+        return timedelta(seconds=planner.timeout)
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
@@ -21,12 +20,21 @@ def _unwrapped(backend: Any) -> Any:
     return getattr(backend, "wrapped_pg", backend)
 
 
-def _set(backend: Any, timeout: timedelta) -> None:
+def _planner(backend: Any) -> Any:
+    """A group's; None where gloo is behind it, as beside a GPU with the algorithm "native"."""
     from axonn_plugins.pccl.build import load
 
-    found = _unwrapped(backend)
-    found.set_timeout(timeout)
-    load().planner(found).timeout = timeout.total_seconds()
+    try:
+        return load().planner(_unwrapped(backend))
+    except RuntimeError:
+        return None
+
+
+def _set(backend: Any, timeout: timedelta) -> None:
+    _unwrapped(backend).set_timeout(timeout)
+    planner = _planner(backend)
+    if planner is not None:
+        planner.timeout = timeout.total_seconds()
 
 
 def install() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from axonn_plugins import __version__
+from axonn_plugins.observe.files import put
 from axonn_plugins.pccl.algorithms import algorithms
 from axonn_plugins.pccl.build import folder
 from axonn_plugins.pccl.choice import NATIVE, Measured
@@ -71,9 +71,7 @@ def write(file: Path, key: str, network: Network | None, measured: Measured) -> 
     known = _all(file)
     entry = {"network": network and [network.latency, network.rate], "times": json.loads(measured.dump())}
     known[key] = [entry, *(other for other in known.get(key, []) if not _of(other, network))]
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as scratch:
-        json.dump(known, scratch, indent=1)
-    os.replace(scratch.name, file)
+    put(file, json.dumps(known, indent=1))  # readable for those who share it, as any new file is
 
 
 def _of(entry: dict[str, Any], network: Network | None) -> bool:

@@ -23,6 +23,9 @@ namespace exchanges {
 namespace fuzz {
 #include "fuzz.cpp"
 }
+namespace halves {
+#include "halves.cpp"
+}
 namespace inquiry {
 #include "inquiry.cpp"
 }
@@ -39,7 +42,7 @@ namespace torn {
 int main(int count, char** arguments) {
   const std::map<std::string, void (*)(int, char**)> programs{
       {"collectives", collectives::run}, {"exchanges", exchanges::run}, {"fuzz", fuzz::run},
-      {"inquiry", inquiry::run},         {"places", places::run},       {"secrets", secrets::run},
-      {"torn", torn::run}};
+      {"halves", halves::run},           {"inquiry", inquiry::run},     {"places", places::run},
+      {"secrets", secrets::run},         {"torn", torn::run}};
   programs.at(arguments[1])(count - 1, arguments + 1);
 }

@@ -28,10 +28,18 @@ from axonn_tp import Collective
 
 Key = tuple[str, int]
 """A collective: torch's name of its group, and the how manyth of the group it is; the same on all of its ranks."""
-_OTHERS = {"barrier": "barrier", "send": "send", "recv_": "recv", "recv_any_source_": "recv"}
+_OTHERS = {
+    "barrier": "barrier",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "send": "send",
+    "recv_": "recv",
+    "recv_any_source_": "recv",
+}
 _STARTERS = (
     "allreduce allreduce_coalesced broadcast reduce allgather _allgather_base allgather_coalesced allgather_into_tensor_coalesced "
-    "reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced alltoall alltoall_base gather scatter barrier send recv"
+    "reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced alltoall alltoall_base gather scatter barrier send recv "
+    "all_gather_single all_gather_single_coalesced reduce_scatter_single reduce_scatter_single_coalesced all_to_all_single recv_anysource"
 ).split()
 _PROBES = 300
 
@@ -191,7 +199,7 @@ class Recorder(TorchDispatchMode):
         boxed = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
         self._last = self._call(op, dist.ProcessGroup.unbox(boxed), flat(args[place]), op != "barrier")
         if op in ("send", "recv"):
-            ends = (dist.ProcessGroup.unbox(boxed).rank(), args[2])
+            ends = (dist.ProcessGroup.unbox(boxed).rank(), "any" if name == "recv_any_source_" else args[2])
             self._last.key = self._next(f"{self._last.key[0]} {ends if op == 'send' else ends[::-1]}")
         return self._last, "call"
 

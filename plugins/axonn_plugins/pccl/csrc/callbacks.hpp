@@ -1,15 +1,14 @@
 // The order of a group's calls where callbacks make some of them.
 #pragma once
 
-#include <torch/csrc/utils/pybind.h>
-
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
-#include <optional>
 #include <utility>
 #include <vector>
+
+#include "delegate.hpp"
 
 namespace pccl {
 
@@ -35,8 +34,7 @@ class Callbacks {
     };
     if (over()) return;
     lock.unlock();
-    std::optional<py::gil_scoped_release> released;
-    if (PyGILState_Check()) released.emplace();
+    Unlocked unlocked;
     lock.lock();
     closed_.wait_for(lock, std::chrono::duration<double>(std::min(seconds, 1e6)), over);
     lock.unlock();

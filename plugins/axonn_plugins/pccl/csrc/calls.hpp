@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/SmallVector.h>
 
 #include <functional>
 #include <memory>
@@ -24,8 +25,7 @@ class Call : public c10d::Work {
  public:
   Call(int rank, c10d::OpType kind, Tensors outputs, std::shared_ptr<Finisher> finisher, std::shared_ptr<Callbacks> callbacks,
        uint64_t sequence)
-      : Work(rank, kind), outputs_(std::move(outputs)), finisher_(std::move(finisher)), callbacks_(std::move(callbacks)), sequence_(sequence),
-        future_(c10::make_intrusive<at::ivalue::Future>(c10::ListType::ofTensors())) {}
+      : Work(rank, kind), outputs_(std::move(outputs)), finisher_(std::move(finisher)), callbacks_(std::move(callbacks)), sequence_(sequence) {}
   ~Call() override { leave(); }
 
   void expect(int runs) {
@@ -52,7 +52,10 @@ class Call : public c10d::Work {
   int sourceRank() const override { return any_ ? source_ : Work::sourceRank(); }
   bool wait(std::chrono::milliseconds timeout) override {
     if (hurry_ && !isCompleted()) hurry_();
-    return Work::wait(timeout);
+    bool done = Work::wait(timeout);
+    // Who has it may look at it from now on.
+    if (auto future = made(); future && !future->completed()) future->wait();
+    return done;
   }
   void hold(const at::Tensor& tensor) { held_.push_back(tensor); }
   // What its future has instead of the outputs.
@@ -71,10 +74,10 @@ class Call : public c10d::Work {
     if (!self->error_.empty()) failed = std::make_exception_ptr(std::runtime_error("pccl: " + self->error_));
     if (!failed) {
       try {
-        at::NoGradGuard no_grad;
         for (auto& [to, from] : self->copies_) {
           // What was made in inference mode is written in it alone, and other tensors stay fit for autograd.
           c10::InferenceMode guard(to.is_inference());
+          at::NoGradGuard no_grad;  // within the guard, which would end it
           to.copy_(from);
         }
       } catch (...) {
@@ -83,19 +86,21 @@ class Call : public c10d::Work {
     }
     self->finish(failed);
     self->leave();
-    if (self->maker_ == std::this_thread::get_id()) return self->settle(failed);
+    if (self->maker_ == std::this_thread::get_id()) return self->settle();
     Finisher& finisher = *self->finisher_;
-    finisher.post([self = std::move(self), failed] { self->settle(failed); });
+    finisher.post([self = std::move(self)] { self->settle(); });
   }
 
   Tensors result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    if (hurry_) {  // of a message, whose callbacks come in no order among the group's calls
-      if (!isCompleted()) hurry_();
-      return future_;
-    }
+    if (hurry_ && !isCompleted()) hurry_();
     std::lock_guard lock(parts_);
-    if (!settled_ && !taken_ && PyGILState_Check()) {
+    if (!future_) {
+      future_ = c10::make_intrusive<at::ivalue::Future>(c10::ListType::ofTensors());
+      if (isCompleted()) complete();
+    }
+    // A message's callbacks come in no order among the group's calls.
+    if (!hurry_ && !future_->completed() && !taken_ && PyGILState_Check()) {
       taken_ = true;
       callbacks_->open(this);
     }
@@ -109,18 +114,29 @@ class Call : public c10d::Work {
   void leave() {
     if (earlier_) earlier_->end(number_);
   }
-  void settle(const std::exception_ptr& failed) {
+  void settle() {
     copies_.clear();
     held_.clear();
-    Callbacks::Running running(within_, this);
-    if (failed) future_->setError(failed);
-    else future_->markCompleted(c10::IValue(promised_.empty() ? outputs_ : promised_));
-    std::lock_guard lock(parts_);
-    settled_ = true;
+    std::unique_lock lock(parts_);
+    if (future_ && !future_->completed()) {
+      lock.unlock();
+      Callbacks::Running running(within_, this);
+      complete();
+      lock.lock();
+    }
     if (taken_) callbacks_->close(this);
   }
+  c10::intrusive_ptr<c10::ivalue::Future> made() {
+    std::lock_guard lock(parts_);
+    return future_;
+  }
+  void complete() {
+    if (auto failed = exception()) future_->setError(failed);
+    else future_->markCompleted(c10::IValue(promised_.empty() ? outputs_ : promised_));
+  }
 
-  Tensors outputs_, promised_, held_;
+  Tensors outputs_, promised_;
+  c10::SmallVector<at::Tensor, 2> held_;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
   std::shared_ptr<Finisher> finisher_;
   std::shared_ptr<Callbacks> callbacks_;
@@ -129,10 +145,10 @@ class Call : public c10d::Work {
   const Callbacks::Calls within_ = Callbacks::running();
   uint64_t sequence_;
   const std::thread::id maker_ = std::this_thread::get_id();
-  c10::intrusive_ptr<at::ivalue::Future> future_;
+  c10::intrusive_ptr<at::ivalue::Future> future_;  // made when it is asked for, as few are
   std::mutex parts_;
   int left_ = 1;
-  bool single_ = true, taken_ = false, settled_ = false;
+  bool single_ = true, taken_ = false;
   std::string error_;
   std::function<void()> hurry_;
   bool any_ = false;

@@ -79,6 +79,17 @@ inline std::shared_ptr<py::object> kept(py::object object) {
           }};
 }
 
+// This thread is without the interpreter's lock, as is due where it may wait for another that needs it.
+class Unlocked {
+ public:
+  Unlocked() {
+    if (PyGILState_Check()) released_.emplace();
+  }
+
+ private:
+  std::optional<py::gil_scoped_release> released_;
+};
+
 // A backend that tells how it plans collectives.
 class Planned {
  public:

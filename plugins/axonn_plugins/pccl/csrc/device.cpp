@@ -66,8 +66,8 @@ class Device : public Delegate, public Planned {
       : Delegate(rank, size, std::move(inner)), executor_(kept(std::move(executor))), type_(type) {}
 
   void startCoalescing() override {
-    grouped_ = true;
     inner_->startCoalescing();
+    grouped_ = true;
   }
   WorkPointer endCoalescing() override {
     grouped_ = false;
@@ -246,10 +246,14 @@ class Device : public Delegate, public Planned {
 
   // NCCL's communicators are made by all ranks together, of which a step may leave some out.
   void connect(c10::Device device) {
-    {
+    auto connected = [&] {
       std::lock_guard lock(mutex_);
-      if (!connected_.insert(device.index()).second) return;
-    }
+      return connected_.contains(device.index());
+    };
+    if (connected()) return;
+    Unlocked unlocked;
+    std::lock_guard alone(connecting_);
+    if (connected()) return;
     std::vector<BackendPointer> backends{inner_};
     asked([&](py::object& executor) {
       py::object local = executor.attr("local");
@@ -260,6 +264,8 @@ class Device : public Delegate, public Planned {
       Tensors one{at::zeros({1}, at::TensorOptions(device))};
       backend->allreduce(one, {})->wait();
     }
+    std::lock_guard lock(mutex_);
+    connected_.insert(device.index());
   }
 
   // The group's own stream on a device, which goes on from where the caller's is.
@@ -301,7 +307,7 @@ class Device : public Delegate, public Planned {
   std::shared_ptr<py::object> executor_;
   c10::DeviceType type_;
   bool grouped_ = false;
-  std::mutex mutex_;
+  std::mutex connecting_, mutex_;  // taken in this order
   std::map<std::tuple<Collective, int64_t, at::ScalarType>, std::shared_ptr<Route>> routes_;
   std::set<c10::DeviceIndex> connected_;
   std::map<std::tuple<Collective, size_t, bool>, bool> chosen_;

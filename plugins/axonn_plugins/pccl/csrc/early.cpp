@@ -51,6 +51,11 @@ void Engine::drop_early(uint64_t group, std::optional<uint64_t> sequence) {
     at = early_.erase(at);
   }
   if (sequence) return;
+  for (auto& [id, link] : links_) {
+    if (!link->in_body || link->header.group != group) continue;
+    link->sink.kind = Sink::Kind::kDiscard;  // its rest is still to come
+    link->sink.own = {};
+  }
   auto unasked = unasked_.lower_bound({group, 0});
   while (unasked != unasked_.end() && unasked->first.first == group) {
     for (const Early& early : unasked->second) release(early);

@@ -35,7 +35,7 @@ bool give_way(Clock::time_point now) {
 
 }  // namespace
 
-Engine::Engine(size_t most_early) : most_early_(most_early), process_(getpid()) {
+Engine::Engine(size_t most_early) : most_early_(most_early), process_(this_process()) {
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
   wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (epoll_ < 0 || wake_ < 0) throw std::runtime_error("no epoll or eventfd could be had");
@@ -54,7 +54,7 @@ Engine::~Engine() {
 
 void Engine::post(std::function<void()> command) {
   // A forked child has no such thread; perhaps the mutex was locked, and to wake would be to wake its parent.
-  if (process_ != getpid()) return;
+  if (process_ != this_process()) return;
   {
     std::lock_guard lock(mutex_);
     commands_.push_back(std::move(command));
@@ -196,7 +196,7 @@ int Engine::wait_milliseconds() {
 }
 
 void Engine::check_process() const {
-  if (process_ != getpid())
+  if (process_ != this_process())
     throw std::runtime_error("pccl: this process was forked from the one that made the process group; make a group of its own");
 }
 

@@ -101,6 +101,7 @@ void Engine::fail_group(uint64_t key, const std::string& why, bool tell) {
   std::vector<std::shared_ptr<Run>> failed;
   for (auto at = runs_.lower_bound({key, 0}); at != runs_.end() && at->first.first == key; ++at) failed.push_back(at->second);
   for (auto& run : failed) forget(*run);
+  drop_early(key, std::nullopt);
   if (tell) {
     trouble_ = why;
     troubled_ = Clock::now();

@@ -234,8 +234,13 @@ void Engine::on_left(uint64_t key, int peer, const Departure& left) {
 bool Engine::in_vain(const Run& run, int peer, const Departure& left) const {
   if (!run.point()) return run.sequence > left.sequence;
   const Op& op = run.program->ops[0];
-  const std::vector<int>& peers = groups_.at(run.group).peers;
-  return op.peer >= 0 && peers[op.peer] == peer && (op.kind == Kind::kSend ? left.receives : left.sends);
+  const Group& group = groups_.at(run.group);
+  if (op.peer < 0)
+    return std::ranges::all_of(group.peers, [&](int other) {
+      auto gone = group.left.find(other);
+      return other == group.peers[group.rank] || (gone != group.left.end() && gone->second.sends);
+    });
+  return group.peers[op.peer] == peer && (op.kind == Kind::kSend ? left.receives : left.sends);
 }
 
 // What came is for a group that is out of order here, or that this rank has left: who sends it may not know.

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <mutex>
@@ -26,6 +27,13 @@ std::mutex& sockets_mutex = *new std::mutex;
 std::set<int>& sockets = *new std::set<int>;
 
 }  // namespace
+
+pid_t this_process() {
+  static std::atomic<pid_t> known = getpid();
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { known = getpid(); });
+  (void)registered;
+  return known.load(std::memory_order_relaxed);
+}
 
 void close_in_child(int socket) {
   static const int registered = pthread_atfork([] { sockets_mutex.lock(); }, [] { sockets_mutex.unlock(); }, [] {

@@ -126,6 +126,8 @@ struct Link {
 
 inline constexpr double kSilence = 30;  // seconds, where nothing else was asked for
 
+// As getpid, of which each call asks the kernel.
+pid_t this_process();
 // A forked child must not hold its parent's sockets: peers would not see the parent end.
 void close_in_child(int socket);
 void close_socket(int socket);

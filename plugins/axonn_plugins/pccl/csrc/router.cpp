@@ -1,4 +1,5 @@
 // A group's one backend for all devices, which sends each tensor to its device's.
+#include <mutex>
 #include <utility>
 
 #include "delegate.hpp"
@@ -39,24 +40,25 @@ class Router : public Delegate {
   void startCoalescing() override { coalescing_ = true; }
   WorkPointer endCoalescing() override {
     coalescing_ = false;
-    if (begun_) works_.push_back(device_->endCoalescing());
-    begun_ = false;
-    return c10::make_intrusive<Joined>(std::exchange(works_, {}));
+    std::vector<WorkPointer> works = std::exchange(works_, {});
+    if (std::exchange(begun_, false)) works.push_back(made()->endCoalescing());
+    return c10::make_intrusive<Joined>(std::move(works));
   }
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 8
   void setTimeout(std::chrono::milliseconds timeout) override {
     inner_->setTimeout(timeout);
+    std::lock_guard lock(mutex_);
     timeout_ = timeout;
     if (device_) device_->setTimeout(timeout);
   }
 #endif
   void shutdown() override {
     inner_->shutdown();
-    if (device_) device_->shutdown();
+    if (auto device = made()) device->shutdown();
   }
   void abort() override {
     inner_->abort();
-    if (device_) device_->abort();
+    if (auto device = made()) device->abort();
   }
   void monitoredBarrier(const c10d::BarrierOptions& options, bool all) override { inner_->monitoredBarrier(options, all); }
   WorkPointer send(Tensors& tensors, int to, int tag) override { return taken(tensors, Delegate::send(tensors, to, tag)); }
@@ -74,31 +76,43 @@ class Router : public Delegate {
     return options.device && !options.device->is_cpu() ? device()->barrier(options) : inner_->barrier(options);
   }
 
-  const BackendPointer& device() {
-    if (!device_) {
+  // Made once, whichever threads call first: every member makes as many.
+  BackendPointer device() {
+    if (auto device = made()) return device;
+    Unlocked unlocked;
+    std::lock_guard alone(making_);
+    if (auto device = made()) return device;
+    BackendPointer device;
+    {
       py::gil_scoped_acquire locked;
       try {
-        device_ = (*make_)().cast<BackendPointer>();
+        device = (*make_)().cast<BackendPointer>();
       } catch (const py::error_already_set& error) {
         throw std::runtime_error(error.what());
       }
-      device_->setGroupUid(getGroupUid());
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 8
-      if (timeout_) device_->setTimeout(*timeout_);
-#endif
     }
-    return device_;
+    device->setGroupUid(getGroupUid());
+    std::lock_guard lock(mutex_);
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR > 8
+    if (timeout_) device->setTimeout(*timeout_);
+#endif
+    return device_ = device;
   }
 
  private:
   c10d::Backend& of(const Tensors& tensors) override {
     if (tensors.empty() || tensors[0].is_cpu()) return *inner_;
-    c10d::Backend& found = *device();
+    c10d::Backend& found = *device();  // which the router keeps
     if (coalescing_ && !begun_) {
-      begun_ = true;
       found.startCoalescing();
+      begun_ = true;
     }
     return found;
+  }
+  // Null where there is none yet.
+  BackendPointer made() {
+    std::lock_guard lock(mutex_);
+    return device_;
   }
   // What the CPU's backend, which knows no groups of calls, does at once belongs to the group all the same.
   WorkPointer taken(const Tensors& tensors, WorkPointer work) {
@@ -107,6 +121,7 @@ class Router : public Delegate {
   }
 
   std::shared_ptr<py::object> make_;
+  std::mutex making_, mutex_;  // taken in this order; the second guards what follows
   BackendPointer device_;
   std::optional<std::chrono::milliseconds> timeout_;  // that was set since the group was made
   bool coalescing_ = false, begun_ = false;

@@ -50,7 +50,12 @@ void grouped(c10d::Backend& backend, const std::vector<std::function<WorkPointer
   std::vector<WorkPointer> works;
   bool together = backend.supportsCoalescing();
   if (together) backend.startCoalescing();
-  for (const auto& call : calls) works.push_back(call());
+  try {
+    for (const auto& call : calls) works.push_back(call());
+  } catch (...) {
+    if (together) backend.endCoalescing();  // else later calls would belong to the group, which nobody ends
+    throw;
+  }
   if (together) works = {backend.endCoalescing()};
   for (const auto& work : works) work->wait();
 }
