@@ -189,6 +189,12 @@ def all_losses(engine: Any, case: Case, mean: float) -> None:
     total = found.double().mean()
     dist.all_reduce(total)
     assert total.item() / dist.get_world_size() == pytest.approx(mean, rel=0.01)
+    with pytest.raises(ConfigError, match="reduce_output = 'sum', .* pass 'avg', or None"):
+        engine.eval_batch(iter(data), reduce_output="sum")
+    one = engine.module.loss_fn
+    engine.module.loss_fn = lambda outputs, labels: (one(outputs, labels), 2 * one(outputs, labels))
+    two = engine.eval_batch(iter(data))
+    assert [number.item() for number in two] == pytest.approx([mean, 2 * mean], rel=0.01)
     engine.module.loss_fn = lambda outputs, labels: outputs
     with pytest.raises(ConfigError, match="no single numbers, .* pass bcast_loss=False"):
         engine.eval_batch(iter(data), reduce_output=None)

@@ -21,6 +21,34 @@ class PipelineLosses(PipelineEngine):
 
     _expected: tuple[Tensor, Any] | None = None
 
+    def eval_batch(
+        self,
+        data_iter: Any,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        """DeepSpeed's, which asks how losses are reduced on the last stage alone, while the others wait for them.
+
+        Raises:
+            ConfigError: in another way than it knows; the same on every stage.
+        """
+        if reduce_output is not None and reduce_output.lower() != "avg":
+            raise ConfigError(
+                f"eval_batch has reduce_output = {reduce_output!r}, and DeepSpeed averages losses of microbatches, or leaves them; pass 'avg', or "
+                "None and reduce them yourself"
+            )
+        return super().eval_batch(data_iter, return_logits, compute_loss, reduce_output, *rest, **named)
+
+    def _reduce_outputs(self, outputs: list[Any], reduce: str | None = "avg", *rest: Any, **named: Any) -> Any:
+        """DeepSpeed's, also of several outputs of each microbatch, on which its own ends in a traceback."""
+        reduced = super()._reduce_outputs
+        if reduce is None or isinstance(outputs[0], Tensor):
+            return reduced(outputs, reduce, *rest, **named)
+        return [reduced(list(each), reduce, *rest, **named) for each in zip(*outputs, strict=True)]
+
     def _expect_loss(self) -> None:
         """This stage has made its last forward pass: be ready for the batch's loss, which comes while it computes.
 

@@ -185,7 +185,7 @@ class StagePasses(PipelineEngine):
     def _masked(self, batch: Any) -> tuple[Any, Weight | None]:
         """A batch with labels in which the goldfish loss leaves targets out, and what its loss is multiplied by."""
         mask = self._label_mask
-        if mask is None or not mask.active(self.module.training):
+        if mask is None or not self._compute_loss or not mask.active(self.module.training):
             return batch, None
         labels = mask.several(batch[1])
         rows = labels if isinstance(labels, Tensor) else labels[mask.block.labels]
