@@ -17,6 +17,8 @@ from deepspeed.runtime.pipe.module import PipelineError
 
 from axonn_plugins.autoload import activate
 from axonn_plugins.config import ConfigError
+from axonn_plugins.config.goldfish import Goldfish
+from axonn_plugins.hosts.common.goldfish import LabelMask
 from axonn_plugins.pipeline import watch
 from axonn_plugins.pipeline.schedule import POLICIES, automatic_limit
 from tests.distributed import run_ranks
@@ -191,6 +193,13 @@ def all_losses(engine: Any, case: Case, mean: float) -> None:
     assert total.item() / dist.get_world_size() == pytest.approx(mean, rel=0.01)
     with pytest.raises(ConfigError, match="reduce_output = 'sum', .* pass 'avg', or None"):
         engine.eval_batch(iter(data), reduce_output="sum")
+    outputs = {"compute_loss": False, "reduce_output": None}
+    wanted = engine.eval_batch(iter(data), **outputs)
+    engine._label_mask = LabelMask(Goldfish(k=2, evaluation=True))
+    same = engine.eval_batch(iter(data), **outputs)
+    engine._label_mask = None
+    assert engine.is_last_stage() == (wanted is not None)
+    assert all(map(torch.equal, wanted or (), same or ())), "the goldfish loss weighs no outputs"
     one = engine.module.loss_fn
     engine.module.loss_fn = lambda outputs, labels: (one(outputs, labels), 2 * one(outputs, labels))
     two = engine.eval_batch(iter(data))
