@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 from axonn_plugins.config.base import Block
 from axonn_plugins.hosts.megatron.settings import Settings
@@ -55,10 +56,27 @@ def install_components(blocks: Mapping[str, Block]) -> None:
         moments.install(others)
 
 
+def compare_ranks(args: Any) -> None:
+    """Have ranks that were started with other flags of ours told so before process groups are made; called after `install` and `install_components`."""
+    from axonn_plugins.hosts.megatron import agreement
+
+    agreement.install(args)
+
+
 def uninstall() -> None:
     """Leave Megatron as it was before `install` and `install_components`; models and groups that were made stay."""
-    from axonn_plugins.hosts.megatron import checkpoint, collectives, goldfish, moments, process_groups, recompute, spec
+    from axonn_plugins.hosts.megatron import (
+        agreement,
+        checkpoint,
+        collectives,
+        goldfish,
+        moments,
+        process_groups,
+        recompute,
+        spec,
+    )
 
+    agreement.uninstall()
     moments.uninstall()
     goldfish.uninstall()
     recompute.uninstall()
