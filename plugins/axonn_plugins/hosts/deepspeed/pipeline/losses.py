@@ -19,6 +19,7 @@ _LIST = 2.0
 class PipelineLosses(PipelineEngine):
     """The part of the engine that averages losses."""
 
+    _averages = True
     _expected: tuple[Tensor, Any] | None = None
 
     def eval_batch(
@@ -40,14 +41,8 @@ class PipelineLosses(PipelineEngine):
                 f"eval_batch has reduce_output = {reduce_output!r}, and DeepSpeed averages losses of microbatches, or leaves them; pass 'avg', or "
                 "None and reduce them yourself"
             )
+        self._averages = reduce_output is not None
         return super().eval_batch(data_iter, return_logits, compute_loss, reduce_output, *rest, **named)
-
-    def _reduce_outputs(self, outputs: list[Any], reduce: str | None = "avg", *rest: Any, **named: Any) -> Any:
-        """DeepSpeed's, also of several outputs of each microbatch, on which its own ends in a traceback."""
-        reduced = super()._reduce_outputs
-        if reduce is None or isinstance(outputs[0], Tensor):
-            return reduced(outputs, reduce, *rest, **named)
-        return [reduced(list(each), reduce, *rest, **named) for each in zip(*outputs, strict=True)]
 
     def _expect_loss(self) -> None:
         """This stage has made its last forward pass: be ready for the batch's loss, which comes while it computes.
