@@ -442,4 +442,5 @@ def test_a_killed_stage_is_named_and_the_run_resumes(when: str, tmp_path: Path) 
 
 
 def test_interval() -> None:
+    assert checkpoint_interval(0, 8) == 1, "a stage that only computes the loss"
     assert [checkpoint_interval(*sizes) for sizes in ((6, 24), (8, 32), (7, 28), (12, 48), (1, 4))] == [6, 4, 7, 6, 1]
