@@ -32,7 +32,7 @@ _facts: dict[str, str] = {}
 
 
 def install(args: Any) -> None:
-    """Have the next `parallel_state.initialize_model_parallel` compare ranks first; called last of all that wraps it, and the last arguments count.
+    """Have the next `parallel_state.initialize_model_parallel` compare ranks first; the last arguments count.
 
     Args:
         args: Megatron's, validated, with flags of ours.

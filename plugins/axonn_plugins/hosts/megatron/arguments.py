@@ -52,10 +52,10 @@ def add_flags(module: ModuleType) -> None:
         if blocks or hasattr(args, "tensor_model_parallel_impl"):
             from axonn_plugins.hosts.megatron import patch
 
+            patch.compare_ranks(args)
             if blocks:
                 components.take_over(args, blocks)
                 patch.install_components(blocks)
-            patch.compare_ranks(args)
         return result
 
     validate_args.axonn = True  # type: ignore[attr-defined]

@@ -57,7 +57,10 @@ def install_components(blocks: Mapping[str, Block]) -> None:
 
 
 def compare_ranks(args: Any) -> None:
-    """Have ranks that were started with other flags of ours told so before process groups are made; called after `install` and `install_components`."""
+    """Have ranks that were started with other flags of ours told so before process groups are made.
+
+    Called after `install`, and before `install_components`: what ranks say then goes by PCCL where collectives are to be its.
+    """
     from axonn_plugins.hosts.megatron import agreement
 
     agreement.install(args)
@@ -76,11 +79,11 @@ def uninstall() -> None:
         spec,
     )
 
-    agreement.uninstall()
     moments.uninstall()
     goldfish.uninstall()
     recompute.uninstall()
     collectives.uninstall()
+    agreement.uninstall()
     checkpoint.uninstall()
     spec.uninstall()
     process_groups.uninstall()
