@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import redirect_stderr
 from datetime import timedelta
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +18,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from megatron.core import parallel_state
 
-from axonn_plugins.hosts.megatron import cpu, process_groups
+from axonn_plugins.hosts.megatron import agreement, cpu, process_groups
 from axonn_plugins.hosts.megatron.groups import Communicators
 from axonn_plugins.hosts.megatron.settings import Settings
 from axonn_tp.grid.mesh import AXES, SEVERAL, Mesh
@@ -100,6 +104,34 @@ def test_x_and_y_have_the_options_of_the_tensor_group(made: list[dict[int, dict[
     # Of 2x2x2 ranks, four groups of x and four of y, then two of x and z.
     assert asked[-10:-2] == [("tp", {"max_ctas": 8, "is_high_priority_stream": True})] * 8
     assert asked[-2:] == [("", {})] * 2
+
+
+def _started_apart() -> list[str]:
+    """What a rank says where the flags of ranks differ."""
+    cpu.enable_core()
+    told = []
+    for apart in (
+        {"axonn_gx": dist.get_rank() + 1},
+        {"axonn_components": {"samo": f'{{"sparsity": 0.{dist.get_rank() + 1}}}'}},
+    ):
+        grid = {"tensor_model_parallel_impl": "axonn3d", "axonn_gx": None, "axonn_layout": None}
+        agreement.install(SimpleNamespace(**{**grid, **apart}))
+        with redirect_stderr(StringIO()) as said, pytest.raises(SystemExit):
+            parallel_state.initialize_model_parallel(1, 1)
+        told.append(said.getvalue())
+    assert not parallel_state.is_initialized(), "before any group is made"
+    agreement.uninstall()
+    return told
+
+
+def test_ranks_with_other_flags_are_told_before_groups_are_made() -> None:
+    for sizes, systems in run_ranks(_started_apart, 2):
+        assert re.search("error: --axonn-gx is 1 on rank 0 and 2 on rank 1; start all ranks with the same", sizes), (
+            sizes
+        )
+        assert re.search(
+            r'error: --axonn-samo is {"sparsity": 0.1} on rank 0 and {"sparsity": 0.2} on rank 1', systems
+        ), systems
 
 
 def test_sharp_is_refused() -> None:

@@ -47,6 +47,19 @@ def test_every_grid_of_four_and_three_of_eight() -> None:
     assert differences({"stock": stock("plain"), **{str(grid): flags(grid, "plain") for grid in GRIDS + EIGHT}}) == {}
 
 
+DRAWN = (
+    "--hidden-dropout 0.1 --num-experts 4 --moe-input-jitter-eps 0.1 --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity "
+    "--moe-token-dispatcher-type alltoall --disable-bias-linear --train-iters 3"
+).split()
+
+
+@needs_script
+def test_ranks_with_the_same_values_draw_the_same() -> None:
+    """The generator of a GPU, whose part the CPU's has here, is not the one from which the loader of the first of them draws a seed."""
+    split = flags((2, 1, 1, 1), "plain", *DRAWN, "--axonn-layout", "replicated")
+    assert differences({"stock": stock("plain", *DRAWN), "replicated": split}) == {}
+
+
 @needs_script
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "plain"])
 def test_variants(variant: str) -> None:

@@ -49,11 +49,13 @@ def add_flags(module: ModuleType) -> None:
             result = _with_grid(validate, args, *rest, **named)
         except ConfigError as error:
             fail(error)
-        if blocks:
-            components.take_over(args, blocks)
+        if blocks or hasattr(args, "tensor_model_parallel_impl"):
             from axonn_plugins.hosts.megatron import patch
 
-            patch.install_components(blocks)
+            patch.compare_ranks(args)
+            if blocks:
+                components.take_over(args, blocks)
+                patch.install_components(blocks)
         return result
 
     validate_args.axonn = True  # type: ignore[attr-defined]

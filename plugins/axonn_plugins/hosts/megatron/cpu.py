@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import dataloader
 
 from axonn_plugins.autoload import on_import
 from axonn_plugins.hosts.megatron import enums
@@ -51,6 +52,7 @@ def enable() -> bool:
         torch.cuda.is_available = lambda: True
         torch.cuda.device_count = lambda: 1  # type: ignore[assignment]
         torch.compile = _uncompiled  # type: ignore[assignment]
+        _seed_loaders_aside()
         if importlib.util.find_spec("triton") is None:
             _stub_triton()
         # Compiled with nvcc, and used by fused softmax only; later versions have no such module.
@@ -133,6 +135,19 @@ def _answer_for_cuda() -> None:
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
     if hasattr(torch._C, "_cuda_setRNGState"):  # a build for CUDA, without a GPU
         torch._C._cuda_setRNGState = torch.set_rng_state
+
+
+def _seed_loaders_aside() -> None:
+    """A data loader draws its seed from the CPU's generator, and only the first of tensor ranks has one: the others would drop other elements."""
+    kind = dataloader._BaseDataLoaderIter
+    original = kind.__init__
+
+    @wraps(original)
+    def init(self: Any, *args: Any, **named: Any) -> None:
+        with torch.random.fork_rng(devices=()):
+            original(self, *args, **named)
+
+    kind.__init__ = init  # type: ignore[method-assign]
 
 
 def _set_states_at_once(random: ModuleType) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 from axonn_plugins.config.base import Block
 from axonn_plugins.hosts.megatron.settings import Settings
@@ -55,14 +56,34 @@ def install_components(blocks: Mapping[str, Block]) -> None:
         moments.install(others)
 
 
+def compare_ranks(args: Any) -> None:
+    """Have ranks that were started with other flags of ours told so before process groups are made.
+
+    Called after `install`, and before `install_components`: what ranks say then goes by PCCL where collectives are to be its.
+    """
+    from axonn_plugins.hosts.megatron import agreement
+
+    agreement.install(args)
+
+
 def uninstall() -> None:
     """Leave Megatron as it was before `install` and `install_components`; models and groups that were made stay."""
-    from axonn_plugins.hosts.megatron import checkpoint, collectives, goldfish, moments, process_groups, recompute, spec
+    from axonn_plugins.hosts.megatron import (
+        agreement,
+        checkpoint,
+        collectives,
+        goldfish,
+        moments,
+        process_groups,
+        recompute,
+        spec,
+    )
 
     moments.uninstall()
     goldfish.uninstall()
     recompute.uninstall()
     collectives.uninstall()
+    agreement.uninstall()
     checkpoint.uninstall()
     spec.uninstall()
     process_groups.uninstall()

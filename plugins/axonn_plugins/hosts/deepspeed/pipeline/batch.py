@@ -271,8 +271,8 @@ def _meets_replicas(layer: nn.Module) -> bool:
 
 
 def checkpoint_interval(layers: int, all_layers: int) -> int:
-    """The factor of a stage's layers nearest the square root of all layers, which keeps least (equation 3.1)."""
-    factors = [n for n in range(1, layers + 1) if layers % n == 0]
+    """The factor of a stage's layers nearest the square root of all layers, which keeps least (equation 3.1); 1 of a stage without layers."""
+    factors = [n for n in range(1, layers + 1) if layers % n == 0] or [1]
     return min(factors, key=lambda n: abs(n - sqrt(all_layers)))
 
 
