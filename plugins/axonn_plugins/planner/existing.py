@@ -20,6 +20,7 @@ _OTHER_SPLITS = {
 _AUTO = "auto"
 _OBJECTS = {"zero_optimization": '{"stage": 1}', **dict.fromkeys(("bf16", "bfloat16", "fp16"), '{"enabled": true}')}
 """Words to write for keys that DeepSpeed wants an object of."""
+_SLOWER = "neither bf16 nor fp16 is enabled: memory and bandwidths count as of float32, but products as fast as the machine's file says, on GPUs as in 16 bits"
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Existing:
         stage: of ZeRO, whose shares of weights are z already.
         setting: how it trains.
         grid: whether it has a grid of ours.
+        attention: the way between ranks that share sequences.
         notes: what the model does not see, or was not said.
     """
 
@@ -40,6 +42,7 @@ class Existing:
     stage: int
     setting: Setting
     grid: bool
+    attention: Literal["gather", "ring", "heads", "auto"] = "auto"
     notes: tuple[str, ...] = ()
 
 
@@ -72,12 +75,22 @@ def read(name: str, gpus: int, samples: int | None, stages: int | None, setting:
         )
     sizes = _grid(raw, given, gpus, stages or 1, stage)
     total, steps, notes = _batch(raw, sizes, samples)
-    notes += _precision(raw)
+    if float32 := _float32(raw):
+        notes.append(_SLOWER)
+    cached = 0 if given.tensor_parallel is None else given.tensor_parallel.cache_gathers
+    if isinstance(cached, int) and cached:
+        notes.append(
+            f"axonn.tensor_parallel.cache_gathers = {cached} counts a block's matrices, of gated models with queries, keys, values and the gate apart"
+        )
     if _offloaded(zero, "param"):
         notes.append("zero_optimization.offload_param is not modelled: weights are counted on the GPU")
-    setting = replace(setting, offload=given.offload_optimizer is not None or _offloaded(zero, "optimizer"))
+    setting = replace(
+        setting, float32=float32, offload=given.offload_optimizer is not None or _offloaded(zero, "optimizer")
+    )
     fixed = sizes if steps is None else {**sizes, "m": steps}
-    return Existing(fixed, total, stage, _setting(given, setting), given.tensor_parallel is not None, tuple(notes))
+    grid = given.tensor_parallel
+    way = "auto" if grid is None else grid.attention
+    return Existing(fixed, total, stage, _setting(given, setting), grid is not None, way, tuple(notes))
 
 
 def _section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -101,15 +114,13 @@ def _offloaded(zero: Mapping[str, Any], what: Literal["param", "optimizer"]) -> 
     return _section(zero, f"offload_{what}").get("device", "none") != "none" or zero.get(before) is True
 
 
-def _precision(raw: Mapping[str, Any]) -> list[str]:
-    """Sentences on the type of the numbers."""
+def _float32(raw: Mapping[str, Any]) -> bool:
+    """True if no 16-bit type is turned on."""
     of_bf16 = "bf16" if raw.get("bf16") is not None else "bfloat16"
     on = [half for half in (of_bf16, "fp16") if _section(raw, half).get("enabled") in (True, _AUTO)]
     if len([half for half in on if _section(raw, half)["enabled"] is True]) == 2:
         raise ConfigError(f"{on[0]} and fp16 are both enabled, which DeepSpeed refuses; leave one of them out")
-    if on:
-        return []
-    return ["neither bf16 nor fp16 is enabled: in float32 weights and activations take twice what is said here"]
+    return not on
 
 
 def _refuse_others(raw: Mapping[str, Any]) -> None:
@@ -179,5 +190,6 @@ def _setting(given: config.Axonn, setting: Setting) -> Setting:
         return setting
     on = {"OAR": grid.overlap_all_reduce, "ORS": grid.overlap_reduce_scatter, "OAG": grid.overlap_all_gather}
     # A recomputed forward finds none of what the first one gathered, unless it is cached.
-    kept = float(grid.cache_gathers == "all") if setting.recompute else 1.0 - grid.reshard_after_forward
-    return replace(setting, overlap=frozenset(name for name, is_on in on.items() if is_on), keep_gathered=kept)
+    kept = 0.0 if setting.recompute else 1.0 - grid.reshard_after_forward
+    setting = replace(setting, keep_gathered=kept, cache_gathers=grid.cache_gathers if setting.recompute else 0)
+    return replace(setting, overlap=frozenset(name for name, is_on in on.items() if is_on))

@@ -72,7 +72,7 @@ def flags(question: Question, plan: AnyPlan, split: Split) -> list[str]:
         *_sizes(model),
         *_experts(model, question.setting.experts, split),
         *("--micro-batch-size", str(split.microbatch), "--global-batch-size", str(question.batch)),
-        "--bf16" if question.machine.bf16 else "--fp16",
+        *([] if question.setting.float32 else ["--bf16" if question.machine.bf16 else "--fp16"]),
         *(["--fp8-format", "hybrid"] if question.setting.fp8 else []),
         *_parallel(question, plan, split),
         *_staged(model, split, question.setting.interleave),

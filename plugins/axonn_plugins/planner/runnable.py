@@ -8,11 +8,16 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from axonn_plugins.planner import megatron_flags as megatron
 from axonn_plugins.planner.answer import Question
+from axonn_plugins.planner.axonn import Grids
+from axonn_plugins.planner.context import Way, way_of
 from axonn_plugins.planner.experts import Mixture, mixture
-from axonn_plugins.planner.machine import Machine
+from axonn_plugins.planner.machine import Machine, calibrated
 from axonn_plugins.planner.model import Transformer
+from axonn_plugins.planner.rates import in_precision
 from axonn_plugins.planner.search import AnyPlan
 from axonn_plugins.planner.space import divisors
 from axonn_plugins.planner.split import Split, split_of
@@ -102,11 +107,25 @@ def _ds_config(question: Question, split: Split) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": split.microbatch,
         "gradient_accumulation_steps": split.accumulation,
         "gradient_clipping": 1.0,
-        "bf16" if question.machine.bf16 else "fp16": {"enabled": True},
+        **_precision(question),
         "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "torch_adam": True}},
         "axonn": block(question, split),
     }
+
+
+def _precision(question: Question) -> dict[str, Any]:
+    half = "bf16" if question.machine.bf16 else "fp16"
+    return {} if question.setting.float32 else {half: {"enabled": True}}
+
+
+def _way(question: Question, split: Split) -> Way:
+    """The way of attention between ranks that share samples by which the plan is timed."""
+    of = next(one.attention for one in question.model.blocks if one.attention is not None)
+    sizes = (split.gx, split.gy, split.gz, split.gdata, split.stages, split.sequence)
+    at = Grids(*(np.array([size]) for size in sizes))
+    machine = in_precision(calibrated(question.machine, question.mode), question.setting)
+    return way_of(machine, of, at, split.microbatch / split.sequence * np.ones(1))
 
 
 def block(question: Question, split: Split) -> dict[str, Any]:
@@ -116,8 +135,10 @@ def block(question: Question, split: Split) -> dict[str, Any]:
     grid: dict[str, Any] = {"gx": split.gx, "gy": split.gy, "gz": gz, "plan": "auto"}
     if split.gz > 1 and not setting.recompute and setting.keep_gathered < 1:
         grid["reshard_after_forward"] = 1 - setting.keep_gathered if setting.keep_gathered else True
-    if setting.recompute and setting.keep_gathered:
-        grid["cache_gathers"] = "all"
+    if setting.recompute and (setting.cache_gathers or setting.keep_gathered):
+        grid["cache_gathers"] = setting.cache_gathers or "all"
+    if split.sequence > 1:
+        grid["attention"] = _way(question, split)
     found: dict[str, Any] = {"tensor_parallel": grid}
     if split.stages > 1:
         again = {"activation_checkpointing": 1} if setting.recompute else {}
