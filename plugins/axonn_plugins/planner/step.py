@@ -159,14 +159,14 @@ def memory(
 
 def _of_fullest(
     model: Transformer, strategy: Strategy, size: Local, at: Candidates, lies: Share, whole: bool
-) -> tuple[Number, Number]:
+) -> tuple[Floats, Floats]:
     """Parameters of a GPU of the fullest stage, and of those that it steps; `whole`: with tables of tokens."""
     layers = np.ceil(model.layers / at.np)
     shared, expert = lies.shared * layers, lies.expert * layers
     if whole:
         split = size.n1 * size.n2 if strategy == "summa" else size.n1
         shared = fullest_stage(model, at.np, (lies.shared + lies.expert) * model.layers, split) - expert
-    return shared + expert, shared / lies.replicas[0] + expert / lies.expert_replicas[0]
+    return np.asarray(shared + expert), np.asarray(shared / lies.replicas[0] + expert / lies.expert_replicas[0])
 
 
 def fullest_stage(model: Transformer, stages: Number, layers: Number, split: Number = 1) -> Number:
