@@ -135,6 +135,9 @@ def test_files_are_read_as_deepspeed_reads_them(write: Any, capsys: pytest.Captu
             )
         ),
         (8, {"bf16": True}, "bf16 = true is not an object"),
+        (8, {"axonn": "auto"}, 'axonn = "auto" is not an object'),
+        (8, {"tensor_parallel": {"autotp_size": "2"}}, "tensor_parallel.autotp_size is DeepSpeed's own"),
+        (8, {"tensor_parallel": {"autotp_size": None}}, "tensor_parallel.autotp_size is DeepSpeed's own"),
         (
             8,
             {"zero_optimization": {"reduce_bucket_size": "x"}},

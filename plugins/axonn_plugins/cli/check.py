@@ -122,7 +122,8 @@ def load(file: Path) -> tuple[dict[str, Any], list[str]]:
         raise ConfigError(
             f'"{file}" has no "axonn" block; add one, such as "axonn": {{"tensor_parallel": {{"gx": 2}}}}'
         )
-    left = {key: value if key == "axonn" else _filled(value) for key, value in raw.items() if value != "auto"}
+    rest = {key: value for key, value in raw.items() if key != "axonn"}
+    left = {"axonn": raw["axonn"], **_filled(rest)}
     return left, [key for key in _BATCH if raw.get(key) == "auto"]
 
 
