@@ -50,6 +50,14 @@ def test_what_goes_together(write: Any, capsys: pytest.CaptureFixture) -> None:
     assert "a step: 32 samples, 8 a reader at a time, 1 micro-batches" in out
     assert "model.layers.*.mlp.down_proj" in out and "16 bytes a parameter" in out
     assert deepspeed.DeepSpeedEngine is engine
+    # Of a block that splits nothing all ranks share states out; of an open grid nothing is known.
+    file = write(bf16={"enabled": True}, zero_optimization={"stage": 1}, axonn={"goldfish": {"k": 4}})
+    assert main(["check", file, "--ranks", "8", "--model", "config.json"]) == 0
+    assert "5.5 bytes a parameter" in capsys.readouterr().out
+    file = write(axonn={"tensor_parallel": {"gx": "auto", "plan": "auto"}})
+    assert main(["check", file, "--ranks", "8", "--model", "config.json"]) == 0
+    out = capsys.readouterr().out
+    assert 'whose sizes are "auto"; write gx, gy and gz as numbers' in out and "bytes a parameter" not in out
 
 
 AUTO = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")

@@ -227,6 +227,32 @@ def test_a_number_of_layers_or_bytes_that_stays_gathered(asked):
     )
 
 
+def test_microbatches_in_a_pipeline_are_as_its_schedule_has_them(asked):
+    def activations(**pipeline):
+        raw = {"train_batch_size": 1024, "train_micro_batch_size_per_gpu": 1, **BF16}
+        options = "--model gpt-20b --machine perlmutter --gpus 256 --fix stages=4 --json -"
+        raw["axonn"] = grid(2, 1, 4, pipeline=pipeline)
+        return json.loads(asked(raw, options)[1])["checked"]["memory_parts_gb"]["activations"]
+
+    four = activations(schedule="1f1b")
+    assert activations() == pytest.approx(2 * four) and activations(pipeline_limit=4) == four  # of 32
+    assert activations(schedule="1f1b", pipeline_limit=2) == pytest.approx(four / 2)
+    assert activations(schedule="1f1b", pipeline_limit=7) == four
+    assert activations(schedule="gpipe") == pytest.approx(8 * four)
+
+
+def test_ranks_of_ted_split_layers_and_what_is_not_read_is_said(asked):
+    raw = {"train_batch_size": 1024, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, **BF16}
+    code, out, err = asked(raw | {"axonn": {"ted": {"tensor": 4, "expert": 2}}})
+    assert code == 0 and "gx=4 gy=1 gz=1 gdata=64" in out and "axonn.ted.expert = 2 is not read" in out, err
+    keys = {"layout": "replicated", "regather_inputs": True, "cache_gathers": 4}
+    block = grid(tensor_parallel=grid(2, 1, 4)["tensor_parallel"] | keys, samo={"pruner": {"mask": "mask.pt"}})
+    said = asked(raw | {"axonn": block})[1]
+    assert (
+        all(f"axonn.tensor_parallel.{key}" in said for key in keys) and "axonn.samo does not say its sparsity" in said
+    )
+
+
 def test_the_way_of_attention_is_the_blocks(asked):
     def checked(**keys):
         raw = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, **BF16}

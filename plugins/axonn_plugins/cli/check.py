@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
         print(*notes(parsed.script, _keys(block), replicas), sep="\n")
     if parsed.model is not None:
         with elapsed("finding the plan"):
-            lines = [*layers(block, raw, grid, parsed.model)]
+            lines = [*layers(block, raw, grid, parsed.model, parsed.ranks)]
         print(*lines, sep="\n")
     return 0
 
@@ -255,8 +255,11 @@ def _keys(block: Any) -> set[str]:
     )
 
 
-def layers(block: Any, raw: Mapping[str, Any], grid: Any, model: str) -> Iterator[str]:
+def layers(block: Any, raw: Mapping[str, Any], grid: Any, model: str, ranks: int) -> Iterator[str]:
     """Lines on a model under the configuration: the plan of its layers, and the bytes of weights, gradients and states on a rank."""
+    if block.tensor_parallel is not None and grid is None:
+        yield 'the plan and memory of a rank follow from the grid, whose sizes are "auto"; write gx, gy and gz as numbers to see them'
+        return
     import torch
 
     from axonn_plugins.samo.models import maker
@@ -266,8 +269,8 @@ def layers(block: Any, raw: Mapping[str, Any], grid: Any, model: str) -> Iterato
     with torch.device("meta"):
         made = maker(model)()
     whole = sum(parameter.numel() for parameter in made.parameters())
-    held, on = whole, grid or Grid()
-    if block.tensor_parallel is not None and grid is not None:
+    held, on = whole, grid or Grid(gdata=ranks)
+    if block.tensor_parallel is not None:
         from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
 
         plan, report = layer_plans(block.tensor_parallel), None

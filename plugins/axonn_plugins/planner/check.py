@@ -76,7 +76,7 @@ def check(asked: Answer, existing: Existing) -> Checked:
     """
     question = asked.question
     unlimited = replace(question.machine, memory=math.inf)
-    setting = replace(question.setting, sharing=existing.attention)
+    setting = replace(question.setting, sharing=existing.attention, in_flight=existing.in_flight)
     same = replace(question, machine=unlimited, strategies=("axonn",), fixed=existing.fixed, setting=setting)
     found = answer(same, 1)
     if not found.best:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ class Existing:
         setting: how it trains.
         grid: whether it has a grid of ours.
         attention: the way between ranks that share sequences.
+        in_flight: see `Setting.in_flight`.
         notes: what the model does not see, or was not said.
     """
 
@@ -43,6 +45,7 @@ class Existing:
     setting: Setting
     grid: bool
     attention: Literal["gather", "ring", "heads", "auto"] = "auto"
+    in_flight: float | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -77,11 +80,7 @@ def read(name: str, gpus: int, samples: int | None, stages: int | None, setting:
     total, steps, notes = _batch(raw, sizes, samples)
     if float32 := _float32(raw):
         notes.append(_SLOWER)
-    cached = 0 if given.tensor_parallel is None else given.tensor_parallel.cache_gathers
-    if isinstance(cached, int) and cached:
-        notes.append(
-            f"axonn.tensor_parallel.cache_gathers = {cached} counts a block's matrices, of gated models with queries, keys, values and the gate apart"
-        )
+    notes += _notes(given)
     if _offloaded(zero, "param"):
         notes.append("zero_optimization.offload_param is not modelled: weights are counted on the GPU")
     setting = replace(
@@ -90,7 +89,42 @@ def read(name: str, gpus: int, samples: int | None, stages: int | None, setting:
     fixed = sizes if steps is None else {**sizes, "m": steps}
     grid = given.tensor_parallel
     way = "auto" if grid is None else grid.attention
-    return Existing(fixed, total, stage, _setting(given, setting), grid is not None, way, tuple(notes))
+    setting, limit = _setting(given, setting), _limit(given, stages or 1)
+    return Existing(fixed, total, stage, setting, grid is not None, way, limit, tuple(notes))
+
+
+def _notes(given: config.Axonn) -> list[str]:
+    """Sentences on settings of the block that the model does not see as they are."""
+    grid, found = given.tensor_parallel, []
+    if grid is not None:
+        if isinstance(grid.cache_gathers, int) and grid.cache_gathers:
+            found.append(
+                f"axonn.tensor_parallel.cache_gathers = {grid.cache_gathers} counts a block's matrices, of gated models with queries, keys, values and "
+                "the gate apart"
+            )
+        if grid.layout == "replicated":
+            found.append("axonn.tensor_parallel.layout = replicated is not modelled: activations count as scattered")
+        if grid.regather_inputs:
+            found.append("axonn.tensor_parallel.regather_inputs is not modelled: inputs are counted as kept")
+    if given.ted is not None and isinstance(given.ted.expert, int):
+        found.append(
+            f"axonn.ted.expert = {given.ted.expert} is not read: experts are dealt out to as many data-parallel ranks as divide them"
+        )
+    if given.samo is not None and given.samo.sparsity is None:
+        found.append(
+            "axonn.samo does not say its sparsity, so that weights count as --samo says, by default as not pruned"
+        )
+    return found
+
+
+def _limit(given: config.Axonn, stages: int) -> float | None:
+    """Microbatches that a stage keeps at most, where these are not as many as stages (`Setting.in_flight`)."""
+    pipeline = given.pipeline
+    if pipeline is None:
+        return None
+    of = {"message_driven": 2.0 * stages, "1f1b": float(stages), "gpipe": math.inf}
+    limit = of[pipeline.schedule] if pipeline.pipeline_limit == "auto" else float(pipeline.pipeline_limit)
+    return min(limit, stages) if pipeline.schedule == "1f1b" else limit
 
 
 def _section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -134,7 +168,8 @@ def _grid(raw: Mapping[str, Any], given: config.Axonn, gpus: int, stages: int, s
     """Sizes that are given: the block's, or what DeepSpeed's own keys are in its terms."""
     staged = {"stages": stages}  # also where sizes are open: a configuration makes no stages
     if given.tensor_parallel is None:
-        x = _section(raw, "tensor_parallel").get("autotp_size") or 1
+        split = 1 if given.ted is None else given.ted.tensor
+        x = _section(raw, "tensor_parallel").get("autotp_size") or split
         z = (_zero(raw).get("zero_hpz_partition_size", 1) if stage == 3 else 1) or 1
         x, z = (
             files.whole(key, size) for key, size in (("tensor_parallel.autotp_size", x), ("zero_hpz_partition_size", z))

@@ -53,7 +53,8 @@ def memory(
     gathered = np.where(at.gz > 1, element * at_once / (at.gx * at.gy), 0)
     samples = batch / (at.gz * at.gdata * m)
     each = [stored(block, at, samples, mode == "calibrated") for block in model.blocks]
-    in_flight = of_stage(model, at) * np.minimum(at.depth, m)
+    most = at.depth if setting.in_flight is None else np.where(at.depth > 1, setting.in_flight, 1)
+    in_flight = of_stage(model, at) * np.minimum(most, m)
     activations = in_flight * reduce(np.add, [block.count * one for block, one in zip(model.blocks, each, strict=True)])
     if setting.recompute:
         kept_inputs = sum(block.count * block.linears[0].takes * block.linears[0].k for block in model.blocks)

@@ -28,6 +28,7 @@ class Setting:
         overlap: what of 4D grids' collectives hides behind compute, of `OVERLAPS`.
         keep_gathered: share of the weights that 4D grids gather in forward and keep for backward (with recomputation: 003, section IV-D).
         cache_gathers: of 4D grids with recomputation, the first layers that keep theirs, as the block says it; 0: as `keep_gathered` says.
+        in_flight: microbatches whose activations the stages of 4D grids keep at most; None for as many as stages.
         sharing: the way between ranks of 4D grids that share sequences (`context.WAYS`); "auto" is what sends least, None what is fastest.
         dropping: experts' all-to-alls carry no duplicates (000, section 7.3.1).
         stashing: with recomputation, what forward's collectives gave is kept, and none runs again (000, section 7.3.2).
@@ -46,6 +47,7 @@ class Setting:
     overlap: frozenset[str] = OVERLAPS
     keep_gathered: float = 0.0
     cache_gathers: int | str = 0
+    in_flight: float | None = None
     sharing: Literal["gather", "ring", "heads", "auto"] | None = None
     dropping: bool = True
     stashing: bool = False
