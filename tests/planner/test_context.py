@@ -153,6 +153,9 @@ def test_a_block_says_who_shares() -> None:
     assert made.ds_config is not None
     assert made.ds_config["axonn"]["tensor_parallel"]["gz"] == {"batch": 4, "sequence": 8}
     assert made.ds_config["train_batch_size"] == 8
+    words = {"gather": "all_gather", "ring": "p2p", "heads": "a2a"}
+    way = words[made.ds_config["axonn"]["tensor_parallel"]["attention"]]
+    assert f"--context-parallel-size 8 --cp-comm-type {way}" in str(made.megatron)
 
 
 def test_2d_is_megatrons_context_parallelism() -> None:

@@ -8,17 +8,13 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from axonn_plugins.planner import megatron_flags as megatron
 from axonn_plugins.planner.answer import Question
-from axonn_plugins.planner.axonn import Grids
-from axonn_plugins.planner.context import Way, way_of
 from axonn_plugins.planner.experts import Mixture, mixture
-from axonn_plugins.planner.machine import Machine, calibrated
+from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.model import Transformer
-from axonn_plugins.planner.rates import in_precision
 from axonn_plugins.planner.search import AnyPlan
+from axonn_plugins.planner.sharing import way
 from axonn_plugins.planner.space import divisors
 from axonn_plugins.planner.split import Split, split_of
 
@@ -119,15 +115,6 @@ def _precision(question: Question) -> dict[str, Any]:
     return {} if question.setting.float32 else {half: {"enabled": True}}
 
 
-def _way(question: Question, split: Split) -> Way:
-    """The way of attention between ranks that share samples by which the plan is timed."""
-    of = next(one.attention for one in question.model.blocks if one.attention is not None)
-    sizes = (split.gx, split.gy, split.gz, split.gdata, split.stages, split.sequence)
-    at = Grids(*(np.array([size]) for size in sizes))
-    machine = in_precision(calibrated(question.machine, question.mode), question.setting)
-    return way_of(machine, of, at, split.microbatch / split.sequence * np.ones(1))
-
-
 def block(question: Question, split: Split) -> dict[str, Any]:
     """The ``"axonn"`` block: a grid, and what else trains as the question says."""
     setting = question.setting
@@ -138,7 +125,7 @@ def block(question: Question, split: Split) -> dict[str, Any]:
     if setting.recompute and (setting.cache_gathers or setting.keep_gathered):
         grid["cache_gathers"] = setting.cache_gathers or "all"
     if split.sequence > 1:
-        grid["attention"] = _way(question, split)
+        grid["attention"] = way(question, split)
     found: dict[str, Any] = {"tensor_parallel": grid}
     if split.stages > 1:
         again = {"activation_checkpointing": 1} if setting.recompute else {}
