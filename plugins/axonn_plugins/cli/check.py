@@ -52,6 +52,8 @@ _MORE = (
     "tensor_parallel",
 )
 _BATCH = batch.KEYS
+_DRAWN = 256
+"""The most ranks that are shown one by one."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ def verdict(raw: dict[str, Any], ranks: int, filled_in: Sequence[str] = ()) -> t
     grid = None if open_sizes else getattr(unit, "grid", None)
     lines = [f"keys that are on: {keys}"]
     if grid is not None:
-        lines += [grid.draw(), f"{grid.readers} of {grid.world} ranks read different data"]
+        lines += [_drawn(grid), f"{grid.readers} of {grid.world} ranks read different data"]
     elif open_sizes:
         lines.append('the grid: sizes that are "auto" are chosen when the engine starts and knows the model')
     if filled_in:
@@ -249,10 +251,16 @@ def _batches(raw: Mapping[str, Any], readers: int, open_sizes: bool) -> Iterator
     yield f"a step: {micro * steps * readers} samples, {micro} a reader at a time, {steps} micro-batches"
 
 
+def _drawn(grid: Any) -> str:
+    """The grid as text; of many ranks its sizes alone."""
+    if grid.world <= _DRAWN:
+        return grid.draw()
+    return f"{grid.world} ranks, gx={grid.gx} gy={grid.gy} gz={grid.gz} gdata={grid.gdata}"
+
+
 def _keys(block: Any) -> set[str]:
-    return {key for key in type(block).model_fields if key != "requires" and getattr(block, key) is not None} | set(
-        block.others
-    )
+    on = {key for key in type(block).model_fields if getattr(block, key) not in (None, False)}
+    return (on - {"requires"}) | set(block.others)
 
 
 def layers(block: Any, raw: Mapping[str, Any], grid: Any, model: str, ranks: int) -> Iterator[str]:
