@@ -195,6 +195,7 @@ def _apart(
 ) -> str:
     """Name the first layer whose outputs differ, and by how much, in words."""
     first, unclear, ends_alike = "", "", True
+    rounding = _rounding([*(share for _, share in shares), *given])
     for (name, share), (other, whole) in zip(shares, wholes, strict=False):
         if name != other:
             break
@@ -205,7 +206,7 @@ def _apart(
         if share.dim() != whole.dim() or dim is None or whole.numel() // call.tokens != share.numel() // call.share:
             unclear = unclear or name
             continue
-        ends_alike = _same(share, whole.index_select(dim, call.places), call, dim, mask)
+        ends_alike = _same(share, whole.index_select(dim, call.places), call, dim, mask, rounding)
         if not ends_alike:
             # What gives another number of tokens came before.
             first = first or unclear or name
@@ -215,13 +216,21 @@ def _apart(
     if (
         alike
         and len(given) == len(expected)
-        and all(a.shape == b.shape and _same(a, b, None, 1, mask) for a, b in zip(given, expected, strict=True))
+        and all(
+            a.shape == b.shape and _same(a, b, None, 1, mask, rounding) for a, b in zip(given, expected, strict=True)
+        )
     ):
         return ""
     return f"the output of {first} differs" if first else _UNNAMED
 
 
-def _same(got: Tensor, expected: Tensor, call: Call | None, dim: int, mask: Tensor | None) -> bool:
+def _rounding(outputs: list[Tensor]) -> float:
+    """The largest share by which outputs may differ, by the coarsest type among them: under autocast others are computed of these."""
+    size = min(dtype.itemsize for dtype in [torch.get_default_dtype(), *(one.dtype for one in outputs)])
+    return {8: 1e-8, 4: 1e-3}.get(size, 0.1)
+
+
+def _same(got: Tensor, expected: Tensor, call: Call | None, dim: int, mask: Tensor | None, rounding: float) -> bool:
     got, expected = got.double(), expected.double()
     error = (got - expected).abs()
     if call is not None:
@@ -234,5 +243,4 @@ def _same(got: Tensor, expected: Tensor, call: Call | None, dim: int, mask: Tens
         error = error.masked_fill(~mask.view(*mask.shape, *[1] * (got.dim() - 2)), 0)
     if not error.numel():
         return True
-    rounding = {8: 1e-8, 4: 1e-3}.get(torch.get_default_dtype().itemsize, 0.1)
     return bool(error.max() <= rounding * (1e-6 + expected.abs().max()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -79,6 +80,24 @@ def at_least_one(options: Any, *names: str) -> None:
         if not 1 <= getattr(options, name) <= _MOST:
             wrong = "is not at least 1" if getattr(options, name) < 1 else f"is more than {_MOST:,}"
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)} {wrong}; give a positive number")
+
+
+def rates_and_seed(options: Any, *rates: str) -> None:
+    """Refuse learning rates that are none, and a seed that a generator does not take.
+
+    Args:
+        options: has ``seed`` and the rates as attributes.
+        rates: of these, the options' own with underscores.
+
+    Raises:
+        ConfigError: the first.
+    """
+    for name in rates:
+        if not 0 < getattr(options, name) < math.inf:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} {getattr(options, name)} is not positive; give a learning rate such as 1e-3")
+    if not 0 <= options.seed < 2**32:
+        raise ConfigError(f"--seed {options.seed} is not from 0 and below 2**32; give such a number")
 
 
 def heads_fit(hidden: int, heads: int) -> None:

@@ -96,8 +96,12 @@ def test_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = auto_sizes.this_machine(None)
     assert (found.name, found.domain, found.interfaces) == ("cpu", 4, 0.25)
     machine.measured_file().parent.mkdir()
-    machine.measured_file().write_text(Path(machine.files.ours("machines")["summit"]).read_text())
-    assert auto_sizes.this_machine(None).tensor == machine.load("summit").tensor
+    for name, taken in (
+        ("summit", False),
+        ("two-cores", True),
+    ):  # GPUs, as of another machine with this home folder, and CPUs
+        machine.measured_file().write_text(Path(machine.files.ours("machines")[name]).read_text())
+        assert (auto_sizes.this_machine(None).tensor == machine.load(name).tensor) == taken
     assert auto_sizes.this_machine("alps").name == "alps"
 
 

@@ -47,9 +47,20 @@ def test_what_goes_together(write: Any, capsys: pytest.CaptureFixture) -> None:
     assert main(["check", file, "--ranks", "8", "--model", "config.json"]) == 0
     out = capsys.readouterr().out
     assert "8 ranks: obeyed" in out and "gx=2 gy=1 gz=2 gdata=2" in out and "4 of 8 ranks read different data" in out
-    assert "a step: 32 samples, 8 a reader at a time, 1 micro-batches" in out
+    assert "a step: 32 samples, 8 a reader at a time, 1 micro-batches" in out and "are on: tensor_parallel\n" in out
     assert "model.layers.*.mlp.down_proj" in out and "16 bytes a parameter" in out
     assert deepspeed.DeepSpeedEngine is engine
+    assert main(["check", write(train_batch_size=10**8), "--ranks", f"{2 * 10**8}"]) == 0
+    out = capsys.readouterr().out
+    assert "200000000 ranks, gx=2 gy=1 gz=2 gdata=50000000\n" in out and len(out) < 1000
+    # Of a block that splits nothing all ranks share states out; of an open grid nothing is known.
+    file = write(bf16={"enabled": True}, zero_optimization={"stage": 1}, axonn={"goldfish": {"k": 4}})
+    assert main(["check", file, "--ranks", "8", "--model", "config.json"]) == 0
+    assert "5.5 bytes a parameter" in capsys.readouterr().out
+    file = write(axonn={"tensor_parallel": {"gx": "auto", "plan": "auto"}})
+    assert main(["check", file, "--ranks", "8", "--model", "config.json"]) == 0
+    out = capsys.readouterr().out
+    assert 'whose sizes are "auto"; write gx, gy and gz as numbers' in out and "bytes a parameter" not in out
 
 
 AUTO = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
@@ -135,6 +146,9 @@ def test_files_are_read_as_deepspeed_reads_them(write: Any, capsys: pytest.Captu
             )
         ),
         (8, {"bf16": True}, "bf16 = true is not an object"),
+        (8, {"axonn": "auto"}, 'axonn = "auto" is not an object'),
+        (8, {"tensor_parallel": {"autotp_size": "2"}}, "tensor_parallel.autotp_size is DeepSpeed's own"),
+        (8, {"tensor_parallel": {"autotp_size": None}}, "tensor_parallel.autotp_size is DeepSpeed's own"),
         (
             8,
             {"zero_optimization": {"reduce_bucket_size": "x"}},

@@ -110,14 +110,17 @@ class Sorting(transformers.Trainer):
 def evaluated_first(block: dict[str, Any] | None, readers: int) -> dict[str, Any]:
     used = trainer(PLAIN, block, readers, same_on_all(tempfile.mkdtemp()))
     used.__class__ = Sorting
-    before, said = reported(used.evaluate()), io.StringIO()
+    first, said = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(first):
+        before = reported(used.evaluate())
     if block:
         used.model_preparation_time = 3600.0  # the first evaluation's alone
     with contextlib.redirect_stderr(said):
         used.train()
     assert all(entry["eval_runtime"] > 0 for entry in used.state.log_history if "eval_runtime" in entry)
     if block and not dist.get_rank():  # by the same plan, of which the model as it is now tells nothing
-        assert "layers: split already" in said.getvalue() and " normal " in said.getvalue()
+        assert "layers: split already" in said.getvalue() and " normal " in first.getvalue()
+        assert "auto plan" not in said.getvalue()
     counts = used.model.num_parameters(), used.get_num_trainable_parameters()
     return {"history": history(used), "metrics": before, "parameters": counts}
 

@@ -226,9 +226,7 @@ def test_offloaded_states_leave_the_gpu_and_visit_it(strategy: str) -> None:
     ]
     kept, offloaded = (answer(one, 1).best[0] for one in asked)
     assert kept.holds["optimizer"] > 0 and offloaded.holds["optimizer"] == 0
-    assert kept.holds["optimizer"] == pytest.approx(
-        12 / 8 * LLAMA.parameters, rel=0.15
-    )  # 1D counts no tables of tokens
+    assert kept.holds["optimizer"] == pytest.approx(12 / 8 * LLAMA.parameters, rel=0.01)
     own = kept.holds["optimizer"] / 12
     assert offloaded.seconds - kept.seconds == pytest.approx(24 * own / 25e9, rel=1e-6)
 

@@ -181,8 +181,92 @@ def test_systems_and_stages(asked):
     assert checked["memory_parts_gb"]["gradients"] == pytest.approx(0.1 * whole["memory_parts_gb"]["gradients"])
 
 
-def test_float32_is_said(asked):
-    assert "in float32 weights and activations take twice" in asked({"train_batch_size": 1024})[1]
+def test_float32_takes_twice_the_room_and_bandwidth(asked):
+    def checked(precision, stage, axonn=None):
+        raw = {"train_batch_size": 1024, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+        return json.loads(asked(raw | precision | ({} if axonn is None else {"axonn": axonn}), f"{ASKED} --json -")[1])
+
+    for stage, block in ((0, None), (1, grid(4, 2, 4)), (3, None)):
+        half, whole = (checked(precision, stage, block) for precision in (BF16, {}))
+        of_half, of_whole = (one["checked"]["memory_parts_gb"] for one in (half, whole))
+        for part in ("weights", "gradients", "activations"):
+            assert of_whole[part] == pytest.approx(2 * of_half[part])
+        assert of_whole["optimizer"] == pytest.approx(of_half["optimizer"] * 8 / 12)  # no weights beside
+        assert whole["checked"]["seconds"] > half["checked"]["seconds"]
+        assert "bf16" in half["ds_config"] and not {"bf16", "fp16"} & whole["ds_config"].keys()
+        assert "--bf16" in half["megatron"] and "--bf16" not in whole["megatron"]
+    assert "memory and bandwidths count as of float32" in asked({"train_batch_size": 1024})[1]
+
+
+def test_a_number_of_layers_or_bytes_that_stays_gathered(asked):
+    """Of 32 layers of 4 products, 8 GPUs of x: the first 4 products are a layer."""
+
+    def checked(cached, stages=1):
+        raw = {"train_batch_size": 1024, "train_micro_batch_size_per_gpu": 1, "axonn": grid(8, 1, 8), **BF16}
+        raw["axonn"]["tensor_parallel"]["cache_gathers"] = cached
+        staged = f" --fix stages={stages}" if stages > 1 else ""
+        if staged:
+            raw["axonn"]["pipeline"] = {}
+        return json.loads(asked(raw, f"{ASKED}{staged} --json -")[1])["checked"]
+
+    none, some, every = (checked(cached) for cached in (0, 64, "all"))
+    held = [one["memory_parts_gb"]["weights"] for one in (none, some, every)]
+    own, whole = 2 * 20.1 / 64, 2 * 20.1 / 8
+    assert held[1] == pytest.approx(own + whole / 2, rel=0.01) and held[2] == pytest.approx(own + whole, rel=0.01)
+    gathers = [one["collectives"]["gather"] for one in (none, some, every)]
+    assert gathers[0] == pytest.approx(2 * gathers[2]) and gathers[1] == pytest.approx(1.5 * gathers[2])
+    assert none["seconds"] > some["seconds"] > every["seconds"]
+    # A quarter of a product more than one is as good as that, which backward needs room for in any case.
+    assert checked(1)["memory_parts_gb"]["weights"] == held[0]
+    assert checked("2GiB")["memory_parts_gb"]["weights"] == pytest.approx(own + 2 * 2**30 / 1e9, rel=0.01)
+    alike = [(one["parts"], one["memory_parts_gb"]) for one in (every, checked("200GiB"), checked(128))]
+    assert alike[0] == alike[1] == alike[2]
+    assert checked(64, stages=2)["memory_parts_gb"] == checked("all", stages=2)["memory_parts_gb"]
+    assert checked(32, stages=2)["collectives"]["gather"] == pytest.approx(
+        1.5 * checked("all", stages=2)["collectives"]["gather"]
+    )
+
+
+def test_microbatches_in_a_pipeline_are_as_its_schedule_has_them(asked):
+    def activations(**pipeline):
+        raw = {"train_batch_size": 1024, "train_micro_batch_size_per_gpu": 1, **BF16}
+        options = "--model gpt-20b --machine perlmutter --gpus 256 --fix stages=4 --json -"
+        raw["axonn"] = grid(2, 1, 4, pipeline=pipeline)
+        return json.loads(asked(raw, options)[1])["checked"]["memory_parts_gb"]["activations"]
+
+    four = activations(schedule="1f1b")
+    assert activations() == pytest.approx(2 * four) and activations(pipeline_limit=4) == four  # of 32
+    assert activations(schedule="1f1b", pipeline_limit=2) == pytest.approx(four / 2)
+    assert activations(schedule="1f1b", pipeline_limit=7) == four
+    assert activations(schedule="gpipe") == pytest.approx(8 * four)
+
+
+def test_ranks_of_ted_split_layers_and_what_is_not_read_is_said(asked):
+    raw = {"train_batch_size": 1024, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, **BF16}
+    code, out, err = asked(raw | {"axonn": {"ted": {"tensor": 4, "expert": 2}}})
+    assert code == 0 and "gx=4 gy=1 gz=1 gdata=64" in out and "axonn.ted.expert = 2 is not read" in out, err
+    keys = {"layout": "replicated", "regather_inputs": True, "cache_gathers": 4}
+    block = grid(tensor_parallel=grid(2, 1, 4)["tensor_parallel"] | keys, samo={"pruner": {"mask": "mask.pt"}})
+    said = asked(raw | {"axonn": block})[1]
+    assert (
+        all(f"axonn.tensor_parallel.{key}" in said for key in keys) and "axonn.samo does not say its sparsity" in said
+    )
+
+
+def test_the_way_of_attention_is_the_blocks(asked):
+    def checked(**keys):
+        raw = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, **BF16}
+        raw["axonn"] = grid(2, 1, {"batch": 2, "sequence": 8})
+        raw["axonn"]["tensor_parallel"] |= keys
+        asks = "--model llama3-8b --sequence 131072 --machine h100 --gpus 64 --recompute --json -"
+        return json.loads(asked(raw, asks)[1])["checked"]
+
+    gather, ring, heads, least = (checked(attention=way) for way in ("gather", "ring", "heads", "auto"))
+    assert len({one["seconds"] for one in (gather, ring, heads)}) == 3 and checked() == least
+    assert least["seconds"] in (gather["seconds"], heads["seconds"])
+    own = 2 * 131072 / 8 * 4 * 256 / 1e9
+    room = [one["memory_parts_gb"]["activations"] for one in (gather, ring)]
+    assert room[0] - room[1] == pytest.approx(2 * (7 - 2) * own)
 
 
 def test_sections_in_short_are_what_deepspeed_makes_of_them(asked):

@@ -14,6 +14,7 @@ from axonn_plugins.planner.context import Shares
 from axonn_plugins.planner.runnable import Runnable, runnable
 from axonn_plugins.planner.search import Constraints, GridPlan
 from axonn_plugins.planner.setting import Setting
+from axonn_tp.context.chunks import Chunks, Heads, Sight, cheaper
 
 H100 = machine.calibrated(machine.load("h100"), "calibrated")
 
@@ -61,6 +62,36 @@ def test_heads_are_dealt_out_where_they_divide() -> None:
     assert made == pytest.approx([8192 * (8 + keys) * 256 for keys in (2, 4, 8)] + [np.inf])
     deepseek = model.load("deepseek-v3", sequence=4096).blocks[0].attention
     assert deepseek is not None and np.isinf(context._dealt_bytes(deepseek, at, np.full(4, 0.5))).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+def test_what_sends_least_is_what_a_run_takes(ranks: int) -> None:
+    """By the planner's bytes of a rank and by attention's own count."""
+    for heads, keys, width, x in ((32, 8, 128, 1), (32, 8, 128, 2), (16, 16, 64, 1), (48, 1, 80, 1), (24, 3, 8, 3)):
+        gpt = model.Transformer("odd", 2, heads * width, heads, 6144, kv_heads=keys)
+        of = gpt.blocks[0].attention
+        assert of is not None
+        at = axonn.Grids(*(np.array([size]) for size in (x, 1, ranks, 1)), shared=np.array([ranks]))
+        of_rank = Heads(1, heads // x, max(keys // x, 1), width, width)
+        expected = cheaper(Chunks(6144, ranks), Sight(), of_rank)
+        shares = context._shares(H100, of, at, np.full(1, 1 / ranks))
+        assert ranks == 1 or context.WAYS[int(context.least_sent(shares)[0])] == expected
+
+
+def test_room_by_hand() -> None:
+    """Of 8 ranks' keys and values all others', a neighbour's and the next one's, or what is dealt out; each with its gradients."""
+    of = llama(8192).blocks[0].attention
+    assert of is not None
+    at = axonn.Grids(*(np.array([size] * 3) for size in (1, 1, 8, 1)), shared=np.array([1, 2, 8]))
+    samples = 1 / at.gz
+    own = 2 * 1024 * 8 * 256
+    by_way = [context.room(H100, of, at, samples, Setting(sharing=way)) for way in context.WAYS]
+    assert by_way[0].tolist() == [0, 2 * own, 14 * own] and by_way[1].tolist() == [0, 2 * own, 4 * own]
+    assert by_way[2].tolist() == [0, 2 * 1024 * (32 + 8) * 256, 2 * 1024 * (32 + 8) * 256]
+    assert context.room(None, of, at, samples, Setting()).tolist() == by_way[0].tolist()
+    ways = [context.way_of(H100, of, at.take(np.array([i])), samples[[i]]) for i in range(3)]
+    fastest = [by_way[context.WAYS.index(way)][i] for i, way in enumerate(ways)]
+    assert context.room(H100, of, at, samples, Setting()).tolist() == fastest
 
 
 def test_a_core_that_moves_bytes_hides_none() -> None:
@@ -122,6 +153,9 @@ def test_a_block_says_who_shares() -> None:
     assert made.ds_config is not None
     assert made.ds_config["axonn"]["tensor_parallel"]["gz"] == {"batch": 4, "sequence": 8}
     assert made.ds_config["train_batch_size"] == 8
+    words = {"gather": "all_gather", "ring": "p2p", "heads": "a2a"}
+    way = words[made.ds_config["axonn"]["tensor_parallel"]["attention"]]
+    assert f"--context-parallel-size 8 --cp-comm-type {way}" in str(made.megatron)
 
 
 def test_2d_is_megatrons_context_parallelism() -> None:

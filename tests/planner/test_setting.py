@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from axonn_plugins import cli
-from axonn_plugins.planner import axonn, fourd, machine, model
+from axonn_plugins.planner import axonn, fourd, machine, model, step
 from axonn_plugins.planner.answer import EVERY, Question, answer
 from axonn_plugins.planner.search import Constraints, search
 from axonn_plugins.planner.setting import OVERLAPS, Setting
@@ -57,7 +57,7 @@ def test_samos_state_is_samos(sparsity):
 def test_samo_needs_fewer_stages():
     # The dissertation's argument: with less memory, fewer pipeline stages and more data parallelism.
     def best(setting):
-        plans = answer(Question(machine.load("summit"), GPT3, 384, 1536, ("1d",), setting=setting), 1).best
+        plans = answer(Question(machine.load("summit"), GPT3, 512, 1024, ("1d",), setting=setting), 1).best
         return plans[0]
 
     dense, pruned = best(Setting(recompute=True)), best(Setting(recompute=True, sparsity=0.9))
@@ -171,6 +171,25 @@ def test_kept_weights_are_gathered_once_and_take_room():
         for one in (True, False)
     ]
     assert held[0].weights > held[1].weights
+
+
+def test_tables_of_tokens_are_in_the_first_and_last_stage():
+    """Of 7 layers on 3 stages by hand: 2, 3 and 2; on 2: 3 and 4."""
+    layer, table = 100_000, 1000 * 64
+    for untied in (False, True):
+        odd = model.Transformer("odd", 7, 64, 4, 128, vocabulary=1000, untied=untied, other=5000)
+        several = np.array([1, 2, 3, 7])
+        found = step.fullest_stage(odd, several, 7.0 * layer)
+        ends = [4 * layer + table, max(2 * layer + table + 5000, 3 * layer), layer + table + 5000]
+        assert found.tolist() == [7 * layer + (1 + untied) * table + 5000, *ends]
+        at = fourd.Grids(*(np.ones(4, np.int64) for _ in range(4)), stages=several)
+        held = fourd.memory(odd, at, np.ones(4), 4, "calibrated")
+        each = (odd.parameters - (1 + untied) * table - 5000) / 7
+        assert held.weights / 2 == pytest.approx(step.fullest_stage(odd, several, 7 * each), rel=1e-12)
+        one = placed(shapes(odd, "1d", 7, 7, uneven=True), 7, 8)
+        one = one.take((one.n1 == 1) & (one.nd == 1) & (one.bm == 1))
+        calibrated, published = (memory(odd, "1d", mode, one, 7).weights[0] / 2 for mode in ("calibrated", "paper"))
+        assert calibrated == pytest.approx(published + table + 5000, rel=1e-12)
 
 
 def test_ted_without_dropping_and_with_its_stash():

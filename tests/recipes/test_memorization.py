@@ -187,6 +187,15 @@ def test_dry_run_says_what_the_papers_scale_needs(
     assert 16 * number / ranks < held < 64 * 2**30
 
 
+def test_dry_run_of_a_laptop_counts_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, "--dry-run", "--hidden", "64", "--grid", "1,1,1,1")
+    needs = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("hidden 64: "))
+    number = float(needs.split(": ")[1].split(" million")[0]) * 1e6
+    for part, each in (("weights", 4), ("gradients", 4), ("optimizer", 8)):
+        held = float(needs.split(f"{part} ")[1].split(" MiB")[0]) * 2**20
+        assert held == pytest.approx(each * number, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

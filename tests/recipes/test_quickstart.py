@@ -28,7 +28,7 @@ from axonn_plugins.observe.ledger import Ledger
 from axonn_recipes.data import load
 from axonn_recipes.quickstart import recipe, report
 from axonn_recipes.quickstart.loop import Outcome
-from axonn_recipes.quickstart.settings import Settings, asked, find_run, resolve
+from axonn_recipes.quickstart.settings import Settings, asked, find_run, resolve, stored_settings
 from axonn_recipes.quickstart.sides import Parallel, Serial
 from tests.axonn_tp.counting import joined_over_z
 from tests.forked import Forked
@@ -263,6 +263,9 @@ def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path, capsys: pyte
         (["--context", f"{10**20}"], f"--context {10**20} is more than 1,000,000,000"),
         (["--data", "nowhere"], "--data nowhere does not exist"),
         (["--resume"], "--resume finds no run"),
+        (["--lr", "nan"], "--lr nan is not positive"),
+        (["--seed", "-1"], "--seed -1 is not from 0 and below 2**32"),
+        (["--check", "--serial"], "--check trains serially and in parallel; leave it or --serial out"),
         (["--gy", "3", "--gz", "1", "--gx", "1", "--ranks", "3"], "256 features do not divide by gy = 3"),
     ],
 )
@@ -285,6 +288,10 @@ def test_resume_keeps_the_settings(tmp_path: Path) -> None:
     assert resolve(asked(["--resume", "--tied", "--steps", "7"], stored), stored) == stored
     with pytest.raises(ConfigError, match="--steps 9 contradicts"):
         resolve(asked(["--resume", "--steps", "9"], stored), stored)
+    for written in ("", "{}", '{"settings": {"unheard_of": 1}, "corpus": ""}'):
+        (tmp_path / "run.json").write_text(written)
+        with pytest.raises(ConfigError, match="holds no settings that this version knows"):
+            stored_settings(tmp_path)
     elsewhere = resolve(asked(["--resume", "--ranks", "8", "--gz", "4"], stored), stored)
     assert elsewhere == replace(stored, ranks=8, gz=4)
     (tmp_path / "quickstart").mkdir()

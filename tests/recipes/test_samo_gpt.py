@@ -121,7 +121,14 @@ def test_token_ids_are_read_from_their_files(tmp_path: Path) -> None:
     assert len(whole) == len(shares) == 6
     for (ids, targets), (again, _) in zip(whole, shares, strict=True):
         assert torch.equal(ids, again) and torch.equal(ids + 1, targets) and ids.shape == (1, 4)
+    assert problem.figure(1.0) == math.e and problem.figure(1e3) == math.inf  # of a run that has diverged
     np.array([1000] * 9, dtype=np.uint16).tofile(tmp_path / "val.bin")
+    for content in (b"", b"odd"):
+        (tmp_path / "odd").mkdir(exist_ok=True)
+        for name in ("train.bin", "val.bin"):
+            (tmp_path / "odd" / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=f"has {len(content)} bytes, which are no 16-bit ids"):
+            read(str(tmp_path / "odd"), model)
     with pytest.raises(ConfigError, match="holds 9 ids up to 1000; more than 4 below 1000 are needed"):
         read(str(tmp_path), model)
 

@@ -52,6 +52,8 @@ _MORE = (
     "tensor_parallel",
 )
 _BATCH = batch.KEYS
+_DRAWN = 256
+"""The most ranks that are shown one by one."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def main(arguments: list[str]) -> int:
         print(*notes(parsed.script, _keys(block), replicas), sep="\n")
     if parsed.model is not None:
         with elapsed("finding the plan"):
-            lines = [*layers(block, raw, grid, parsed.model)]
+            lines = [*layers(block, raw, grid, parsed.model, parsed.ranks)]
         print(*lines, sep="\n")
     return 0
 
@@ -122,7 +124,8 @@ def load(file: Path) -> tuple[dict[str, Any], list[str]]:
         raise ConfigError(
             f'"{file}" has no "axonn" block; add one, such as "axonn": {{"tensor_parallel": {{"gx": 2}}}}'
         )
-    left = {key: value if key == "axonn" else _filled(value) for key, value in raw.items() if value != "auto"}
+    rest = {key: value for key, value in raw.items() if key != "axonn"}
+    left = {"axonn": raw["axonn"], **_filled(rest)}
     return left, [key for key in _BATCH if raw.get(key) == "auto"]
 
 
@@ -191,7 +194,7 @@ def verdict(raw: dict[str, Any], ranks: int, filled_in: Sequence[str] = ()) -> t
     grid = None if open_sizes else getattr(unit, "grid", None)
     lines = [f"keys that are on: {keys}"]
     if grid is not None:
-        lines += [grid.draw(), f"{grid.readers} of {grid.world} ranks read different data"]
+        lines += [_drawn(grid), f"{grid.readers} of {grid.world} ranks read different data"]
     elif open_sizes:
         lines.append('the grid: sizes that are "auto" are chosen when the engine starts and knows the model')
     if filled_in:
@@ -248,14 +251,23 @@ def _batches(raw: Mapping[str, Any], readers: int, open_sizes: bool) -> Iterator
     yield f"a step: {micro * steps * readers} samples, {micro} a reader at a time, {steps} micro-batches"
 
 
+def _drawn(grid: Any) -> str:
+    """The grid as text; of many ranks its sizes alone."""
+    if grid.world <= _DRAWN:
+        return grid.draw()
+    return f"{grid.world} ranks, gx={grid.gx} gy={grid.gy} gz={grid.gz} gdata={grid.gdata}"
+
+
 def _keys(block: Any) -> set[str]:
-    return {key for key in type(block).model_fields if key != "requires" and getattr(block, key) is not None} | set(
-        block.others
-    )
+    on = {key for key in type(block).model_fields if getattr(block, key) not in (None, False)}
+    return (on - {"requires"}) | set(block.others)
 
 
-def layers(block: Any, raw: Mapping[str, Any], grid: Any, model: str) -> Iterator[str]:
+def layers(block: Any, raw: Mapping[str, Any], grid: Any, model: str, ranks: int) -> Iterator[str]:
     """Lines on a model under the configuration: the plan of its layers, and the bytes of weights, gradients and states on a rank."""
+    if block.tensor_parallel is not None and grid is None:
+        yield 'the plan and memory of a rank follow from the grid, whose sizes are "auto"; write gx, gy and gz as numbers to see them'
+        return
     import torch
 
     from axonn_plugins.samo.models import maker
@@ -265,8 +277,8 @@ def layers(block: Any, raw: Mapping[str, Any], grid: Any, model: str) -> Iterato
     with torch.device("meta"):
         made = maker(model)()
     whole = sum(parameter.numel() for parameter in made.parameters())
-    held, on = whole, grid or Grid()
-    if block.tensor_parallel is not None and grid is not None:
+    held, on = whole, grid or Grid(gdata=ranks)
+    if block.tensor_parallel is not None:
         from axonn_plugins.hosts.common.tensor_parallel import layer_plans, options
 
         plan, report = layer_plans(block.tensor_parallel), None

@@ -108,6 +108,8 @@ def _misread(argument: Any, message: str) -> str:
     """Word a value that cannot be read, of which tyro's message has the text in quotes."""
     kind = argument.lowered.metavar or ""
     takes = {"INT": "a whole number", "FLOAT": "a number"}.get(kind, kind)
+    if argument.field.type_stripped is int:  # also where the word for it is its own
+        takes = "a whole number"
     given = " ".join(re.findall(r"'([^']*)'", message.partition("\n")[0]))
     return f'{_name(argument)} = "{given}" is not {takes}'
 

@@ -91,7 +91,7 @@ class Repeats:
         scatter_bytes: of an element of a weight's gradient that is summed over z.
     """
 
-    gathers: float = 1
+    gathers: Number = 1
     sums: int = 1
     accumulation: Number = 1
     gradient_bytes: float = 2

@@ -76,7 +76,8 @@ def check(asked: Answer, existing: Existing) -> Checked:
     """
     question = asked.question
     unlimited = replace(question.machine, memory=math.inf)
-    same = replace(question, machine=unlimited, strategies=("axonn",), fixed=existing.fixed)
+    setting = replace(question.setting, sharing=existing.attention, in_flight=existing.in_flight)
+    same = replace(question, machine=unlimited, strategies=("axonn",), fixed=existing.fixed, setting=setting)
     found = answer(same, 1)
     if not found.best:
         raise ConfigError(none_fits(found))
@@ -96,9 +97,10 @@ def _with_stage(plan: AnyPlan, stage: int, question: Question) -> AnyPlan:
     """
     assert isinstance(plan, GridPlan)
     holds, model, setting = dict(plan.holds), question.model, question.setting
-    index = holds["gradients"] if setting.sparsity else 0.0
+    each = holds["gradients"] / setting.element
+    index = 2 * each if setting.sparsity else 0.0
     if stage == 0:
-        holds["optimizer"] = index + (0.0 if setting.offload else 6 * holds["gradients"])
+        holds["optimizer"] = index + setting.states * each
     if stage == 2 or (stage == 3 and plan.gdata > 1):
         here = float(model.parameters)
         if isinstance(model, Transformer) and model.experts:

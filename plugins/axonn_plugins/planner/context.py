@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from axonn_plugins.planner.axonn import Floats, Grids, bandwidths
 from axonn_plugins.planner.compute import attended, head_ranks
 from axonn_plugins.planner.layers import Attention
 from axonn_plugins.planner.machine import Machine
-from axonn_plugins.planner.rates import spent
+from axonn_plugins.planner.rates import in_precision, spent
+from axonn_plugins.planner.setting import Setting
 from axonn_plugins.planner.work import Number
 
+Integers = npt.NDArray[np.int64]
 Way = Literal["gather", "ring", "heads"]
 WAYS: tuple[Way, ...] = ("gather", "ring", "heads")
 _MERGED = 4 + 4 + 2
@@ -76,13 +79,29 @@ def seconds(machine: Machine, of: Shares, way: Way) -> tuple[Number, Number]:
     return found[0] + others * merge, found[1]
 
 
+def fastest(machine: Machine, of: Shares) -> Integers:
+    """The way of each candidate, by its place in `WAYS`, in which forward and backward take least."""
+    took = [sum(seconds(machine, of, way)) + 0.0 * np.asarray(of.ranks) for way in WAYS]
+    return np.argmin(np.stack(np.broadcast_arrays(*took)), axis=0)
+
+
+def least_sent(of: Shares) -> Integers:
+    """The way in which the busiest rank sends least, which `"attention": "auto"` takes (`axonn_tp.context.chunks.cheaper`).
+
+    Of gathered keys and values causal queries see a part: who has the last of them sends half less gradients. A ring never sends less.
+    """
+    return np.where(2 * np.asarray(of.dealt) / of.ranks < 2.5 * np.asarray(of.own), WAYS.index("heads"), 0)
+
+
 def cheaper(machine: Machine, of: Shares) -> tuple[Number, Number]:
-    """The same by the cheapest way of each candidate."""
-    forward, backward = np.where(np.asarray(of.ranks) > 1, np.inf, 0.0), 0.0 * np.asarray(of.ranks)
-    for way in WAYS:
-        found = seconds(machine, of, way)
-        better = found[0] + found[1] < forward + backward
-        forward, backward = np.where(better, found[0], forward), np.where(better, found[1], backward)
+    """The same by the fastest way of each candidate."""
+    return _by(machine, of, fastest(machine, of))
+
+
+def _by(machine: Machine, of: Shares, ways: Integers) -> tuple[Number, Number]:
+    took = [seconds(machine, of, way) for way in WAYS]
+    alone = np.asarray(of.ranks) == 1
+    forward, backward = (np.where(alone, 0.0, np.choose(ways, [one[i] for one in took])) for i in range(2))
     return forward, backward
 
 
@@ -104,25 +123,69 @@ def _dealt_bytes(attention: Attention, at: Grids, samples: Floats) -> Floats:
     return np.where((heads % at.sequence == 0) & (not attention.latent), found, np.inf)
 
 
-def sharing(machine: Machine, attention: Attention, at: Grids, samples: Floats) -> tuple[Number, Number]:
-    """Seconds that ranks which share samples add to attention's forward and backward of a micro-batch: neighbours, the innermost of z."""
+def sharing(
+    machine: Machine, attention: Attention, at: Grids, samples: Floats, way: str | None = None
+) -> tuple[Number, Number]:
+    """Seconds that ranks which share samples add to attention's forward and backward of a micro-batch: neighbours, the innermost of z.
+
+    Args:
+        machine: where it runs.
+        attention: of a layer.
+        at: the grids.
+        samples: of a micro-batch, on one GPU's share of z and data.
+        way: see `Setting.sharing`.
+    """
+    of = _shares(machine, attention, at, samples)
+    forward, backward = _by(machine, of, _ways(machine, of, way))
+    if attention.latent:  # each makes keys and values of all others' latent, too
+        again = 2 * (at.sequence - 1) * samples * attention.positions * attention.rebuilt / head_ranks(attention, at)
+        forward = forward + np.where(again > 0, spent(machine, "tensor", again, 0.0)[0], 0.0)
+        backward = backward + np.where(again > 0, spent(machine, "tensor", 2 * again, 0.0, True)[0], 0.0)
+    return forward, backward
+
+
+def room(machine: Machine | None, attention: Attention, at: Grids, samples: Floats, setting: Setting) -> Floats:
+    """Bytes of what comes of others in a layer's attention, and goes back as gradients.
+
+    Gathered, these are all keys and values; of a ring, a neighbour's and the next one's; by heads, all that is dealt out.
+
+    Args:
+        machine: where it runs; None: they are gathered.
+        attention: of a layer.
+        at: the grids.
+        samples: see `sharing`.
+        setting: which way they go.
+    """
+    own, others = own_bytes(attention, at, samples), at.sequence - 1
+    if machine is None or not others.any():
+        return 2 * others * own
+    of = _shares(machine, attention, at, samples)
+    each = 2 * others * own, 2 * np.minimum(others, 2) * own, np.where(others > 0, of.dealt, 0.0)
+    return np.choose(_ways(in_precision(machine, setting), of, setting.sharing), each)
+
+
+def way_of(machine: Machine, attention: Attention, at: Grids, samples: Floats) -> Way:
+    """The fastest way of one grid."""
+    return WAYS[int(fastest(machine, _shares(machine, attention, at, samples))[0])]
+
+
+def _ways(machine: Machine, of: Shares, way: str | None) -> Integers:
+    if way is None:
+        return fastest(machine, of)
+    return least_sent(of) if way == "auto" else np.full(np.shape(of.ranks), WAYS.index(way))
+
+
+def _shares(machine: Machine, attention: Attention, at: Grids, samples: Floats) -> Shares:
     apart = Grids(at.gx, at.gy, at.sequence, at.gz // at.sequence * at.gdata)
     far = at.gx * at.gy * at.sequence > machine.domain
     done, heads = attended(machine, attention, at, samples), head_ranks(attention, at)
-    rows = samples * attention.positions
-    of = Shares(
+    return Shares(
         ranks=at.sequence,
         own=own_bytes(attention, at, samples),
         rate=bandwidths(machine, apart).z,
         hop=np.where(far, machine.slow_latency, machine.fast_latency) + machine.call,
         forward=sum(spent(machine, "attention", done.flops, done.moved)),
         backward=sum(spent(machine, "attention", done.backward_flops, done.backward_moved, True)),
-        outputs=rows * attention.heads * (attention.value_width or attention.width) / heads,
+        outputs=samples * attention.positions * attention.heads * (attention.value_width or attention.width) / heads,
         dealt=_dealt_bytes(attention, at, samples),
     )
-    forward, backward = cheaper(machine, of)
-    if attention.latent:  # each makes keys and values of all others' latent, too
-        again = 2 * (at.sequence - 1) * rows * attention.rebuilt / heads
-        forward = forward + np.where(again > 0, spent(machine, "tensor", again, 0.0)[0], 0.0)
-        backward = backward + np.where(again > 0, spent(machine, "tensor", 2 * again, 0.0, True)[0], 0.0)
-    return forward, backward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ _OTHER_SPLITS = {
 _AUTO = "auto"
 _OBJECTS = {"zero_optimization": '{"stage": 1}', **dict.fromkeys(("bf16", "bfloat16", "fp16"), '{"enabled": true}')}
 """Words to write for keys that DeepSpeed wants an object of."""
+_SLOWER = "neither bf16 nor fp16 is enabled: memory and bandwidths count as of float32, but products as fast as the machine's file says, on GPUs as in 16 bits"
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Existing:
         stage: of ZeRO, whose shares of weights are z already.
         setting: how it trains.
         grid: whether it has a grid of ours.
+        attention: the way between ranks that share sequences.
+        in_flight: see `Setting.in_flight`.
         notes: what the model does not see, or was not said.
     """
 
@@ -40,6 +44,8 @@ class Existing:
     stage: int
     setting: Setting
     grid: bool
+    attention: Literal["gather", "ring", "heads", "auto"] = "auto"
+    in_flight: float | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -72,12 +78,53 @@ def read(name: str, gpus: int, samples: int | None, stages: int | None, setting:
         )
     sizes = _grid(raw, given, gpus, stages or 1, stage)
     total, steps, notes = _batch(raw, sizes, samples)
-    notes += _precision(raw)
+    if float32 := _float32(raw):
+        notes.append(_SLOWER)
+    notes += _notes(given)
     if _offloaded(zero, "param"):
         notes.append("zero_optimization.offload_param is not modelled: weights are counted on the GPU")
-    setting = replace(setting, offload=given.offload_optimizer is not None or _offloaded(zero, "optimizer"))
+    setting = replace(
+        setting, float32=float32, offload=given.offload_optimizer is not None or _offloaded(zero, "optimizer")
+    )
     fixed = sizes if steps is None else {**sizes, "m": steps}
-    return Existing(fixed, total, stage, _setting(given, setting), given.tensor_parallel is not None, tuple(notes))
+    grid = given.tensor_parallel
+    way = "auto" if grid is None else grid.attention
+    setting, limit = _setting(given, setting), _limit(given, stages or 1)
+    return Existing(fixed, total, stage, setting, grid is not None, way, limit, tuple(notes))
+
+
+def _notes(given: config.Axonn) -> list[str]:
+    """Sentences on settings of the block that the model does not see as they are."""
+    grid, found = given.tensor_parallel, []
+    if grid is not None:
+        if isinstance(grid.cache_gathers, int) and grid.cache_gathers:
+            found.append(
+                f"axonn.tensor_parallel.cache_gathers = {grid.cache_gathers} counts a block's matrices, of gated models with queries, keys, values and "
+                "the gate apart"
+            )
+        if grid.layout == "replicated":
+            found.append("axonn.tensor_parallel.layout = replicated is not modelled: activations count as scattered")
+        if grid.regather_inputs:
+            found.append("axonn.tensor_parallel.regather_inputs is not modelled: inputs are counted as kept")
+    if given.ted is not None and isinstance(given.ted.expert, int):
+        found.append(
+            f"axonn.ted.expert = {given.ted.expert} is not read: experts are dealt out to as many data-parallel ranks as divide them"
+        )
+    if given.samo is not None and given.samo.sparsity is None:
+        found.append(
+            "axonn.samo does not say its sparsity, so that weights count as --samo says, by default as not pruned"
+        )
+    return found
+
+
+def _limit(given: config.Axonn, stages: int) -> float | None:
+    """Microbatches that a stage keeps at most, where these are not as many as stages (`Setting.in_flight`)."""
+    pipeline = given.pipeline
+    if pipeline is None:
+        return None
+    of = {"message_driven": 2.0 * stages, "1f1b": float(stages), "gpipe": math.inf}
+    limit = of[pipeline.schedule] if pipeline.pipeline_limit == "auto" else float(pipeline.pipeline_limit)
+    return min(limit, stages) if pipeline.schedule == "1f1b" else limit
 
 
 def _section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -101,15 +148,13 @@ def _offloaded(zero: Mapping[str, Any], what: Literal["param", "optimizer"]) -> 
     return _section(zero, f"offload_{what}").get("device", "none") != "none" or zero.get(before) is True
 
 
-def _precision(raw: Mapping[str, Any]) -> list[str]:
-    """Sentences on the type of the numbers."""
+def _float32(raw: Mapping[str, Any]) -> bool:
+    """True if no 16-bit type is turned on."""
     of_bf16 = "bf16" if raw.get("bf16") is not None else "bfloat16"
     on = [half for half in (of_bf16, "fp16") if _section(raw, half).get("enabled") in (True, _AUTO)]
     if len([half for half in on if _section(raw, half)["enabled"] is True]) == 2:
         raise ConfigError(f"{on[0]} and fp16 are both enabled, which DeepSpeed refuses; leave one of them out")
-    if on:
-        return []
-    return ["neither bf16 nor fp16 is enabled: in float32 weights and activations take twice what is said here"]
+    return not on
 
 
 def _refuse_others(raw: Mapping[str, Any]) -> None:
@@ -123,7 +168,8 @@ def _grid(raw: Mapping[str, Any], given: config.Axonn, gpus: int, stages: int, s
     """Sizes that are given: the block's, or what DeepSpeed's own keys are in its terms."""
     staged = {"stages": stages}  # also where sizes are open: a configuration makes no stages
     if given.tensor_parallel is None:
-        x = _section(raw, "tensor_parallel").get("autotp_size") or 1
+        split = 1 if given.ted is None else given.ted.tensor
+        x = _section(raw, "tensor_parallel").get("autotp_size") or split
         z = (_zero(raw).get("zero_hpz_partition_size", 1) if stage == 3 else 1) or 1
         x, z = (
             files.whole(key, size) for key, size in (("tensor_parallel.autotp_size", x), ("zero_hpz_partition_size", z))
@@ -179,5 +225,6 @@ def _setting(given: config.Axonn, setting: Setting) -> Setting:
         return setting
     on = {"OAR": grid.overlap_all_reduce, "ORS": grid.overlap_reduce_scatter, "OAG": grid.overlap_all_gather}
     # A recomputed forward finds none of what the first one gathered, unless it is cached.
-    kept = float(grid.cache_gathers == "all") if setting.recompute else 1.0 - grid.reshard_after_forward
-    return replace(setting, overlap=frozenset(name for name, is_on in on.items() if is_on), keep_gathered=kept)
+    kept = 0.0 if setting.recompute else 1.0 - grid.reshard_after_forward
+    setting = replace(setting, keep_gathered=kept, cache_gathers=grid.cache_gathers if setting.recompute else 0)
+    return replace(setting, overlap=frozenset(name for name, is_on in on.items() if is_on))

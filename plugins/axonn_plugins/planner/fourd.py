@@ -9,7 +9,6 @@ The optimizer's state is sharded over data-parallel ranks. `mode="paper"` is the
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import reduce
 
 import numpy as np
 
@@ -20,16 +19,16 @@ from axonn_plugins.planner.axonn import (
     Repeats,
     bandwidths,
     communication,
-    expert_ranks,
     grids,
     layer_communication,
     ranked,
     staged,
-    state_bytes,
 )
 from axonn_plugins.planner.collectives import point_to_point, sum_of_shares
-from axonn_plugins.planner.compute import Layer, layer_times, stored
-from axonn_plugins.planner.context import own_bytes, sharing
+from axonn_plugins.planner.compute import Layer, layer_times
+from axonn_plugins.planner.context import sharing
+from axonn_plugins.planner.held import memory
+from axonn_plugins.planner.kept import of_stage, share_kept
 from axonn_plugins.planner.layers import Block
 from axonn_plugins.planner.machine import Machine, calibrated
 from axonn_plugins.planner.model import Model, Transformer
@@ -93,7 +92,7 @@ def _best(
     at, m = at.take(kept), m[kept]
     if not len(at):
         return Found([], [], 0, 0, 0)
-    held = memory(model, at, m, batch, mode, setting)
+    held = memory(model, at, m, batch, mode, setting, machine)
     fits = held.total <= machine.memory
     lacking = np.flatnonzero(~fits)
     lacking = lacking[np.argsort(held.total[lacking], kind="stable")][:top]
@@ -134,21 +133,22 @@ def times(
     machine = in_precision(machine, setting)
     share = 1.0 if machine.calibration is None else machine.calibration.hidden
     compute, waiting, exposed, passes = none, none, none, 2 if setting.recompute else 1
-    talked, of_stage = Communication(none, none, none, none, none), _of_stage(model, at)
+    talked, stage = Communication(none, none, none, none, none), of_stage(model, at)
+    gathers = 2 - share_kept(model, at, setting)
     for block in model.blocks:
-        count = block.count * of_stage * m
+        count = block.count * stage * m
         layer = layer_times(machine, block, at, batch / (at.gz * at.gdata * m))
-        parts = _communication(machine, block, at, batch / at.gdata / m, setting)
+        parts = _communication(machine, block, at, batch / at.gdata / m, setting, gathers)
         for part in parts:
             talked = talked + part.times(count)
         compute, waiting = (
             spent + (passes * layer.forward[i] + layer.backward[i]) * count
             for i, spent in enumerate((compute, waiting))
         )
-        exposed = exposed + _exposed(layer, parts, setting, share) * count
+        exposed = exposed + _exposed(layer, parts, setting, share, gathers) * count
         if at.shared is not None and block.attention is not None:
             samples = batch / (at.gz * at.gdata * m)
-            forward, backward = sharing(machine, block.attention, at, samples)
+            forward, backward = sharing(machine, block.attention, at, samples, setting.sharing)
             exposed = exposed + (passes * forward + backward) * count
     talked = replace(talked, forward=passes * talked.forward, data=talked.data / m)
     if machine.calibration is not None and isinstance(model, Transformer):
@@ -164,53 +164,6 @@ def times(
     return Times(compute, waiting, exposed, talked.data, pipeline, bubble), talked
 
 
-def memory(
-    model: Model, at: Grids, m: Number, batch: int, mode: Mode = "roofline", setting: Setting | None = None
-) -> Memory:
-    """Bytes of a GPU. In the published model, only state counts, and data-parallel ranks repeat it.
-
-    Args:
-        model: what is trained.
-        at: the grids.
-        m: micro-batches of each.
-        batch: samples of a step.
-        mode: see `search`.
-        setting: how it is trained.
-    """
-    setting = setting or Setting()
-    if mode == "paper":
-        two = state_bytes(model, at, 2.0)
-        return Memory(two, two, state_bytes(model, at, 12.0), 0 * two)
-    of_stage = _of_stage(model, at)
-    two, kept = of_stage * state_bytes(model, at, 2.0), setting.kept
-    of_linears = [linear.weights / expert_ranks(linear, at) for block in model.blocks for linear in block.linears]
-    shards = at.gx * at.gy * at.gz
-    at_once = setting.keep_gathered * two / 2 * shards
-    if setting.keep_gathered < 1:
-        at_once = np.maximum(at_once, 2 * reduce(np.maximum, of_linears))
-    gathered = np.where(at.gz > 1, 2 * at_once / (at.gx * at.gy), 0)
-    samples = batch / (at.gz * at.gdata * m)
-    each = [stored(block, at, samples, mode == "calibrated") for block in model.blocks]
-    in_flight = of_stage * np.minimum(at.depth, m)
-    activations = in_flight * reduce(np.add, [block.count * one for block, one in zip(model.blocks, each, strict=True)])
-    if setting.recompute:
-        kept_inputs = sum(block.count * block.linears[0].takes * block.linears[0].k for block in model.blocks)
-        activations = 2 * in_flight * samples * kept_inputs / (at.gx * at.gy) + reduce(np.maximum, each)
-    # What comes of the others' keys and values, and goes back as gradients, of one layer at a time.
-    travelling = [own_bytes(block.attention, at, samples) for block in model.blocks if block.attention is not None]
-    activations = activations + 2 * (at.sequence - 1) * reduce(np.maximum, travelling, 0 * activations)
-    index = kept * two if setting.sparsity else 0 * two
-    states = 0.0 if setting.offload else 12.0
-    optimizer = of_stage * kept * (states * model.parameters / shards) / at.gdata + index
-    return Memory(two + gathered, kept * two, optimizer, activations)
-
-
-def _of_stage(model: Model, at: Grids) -> Floats:
-    """Share of the layers that the fullest stage has."""
-    count = sum(block.count for block in model.blocks)
-    return np.ceil(count / at.depth) / count
-
-
 def _ends(
     machine: Machine, model: Transformer, at: Grids, samples: Floats, setting: Setting
 ) -> tuple[tuple[Number, Number], Number]:
@@ -222,13 +175,13 @@ def _ends(
     return output_seconds(machine, model, size), optimizer_seconds(machine, own) + visits
 
 
-def _exposed(layer: Layer, parts: list[Communication], setting: Setting, share: float) -> Floats:
-    """Seconds of a layer's collectives that nothing hides; those over data-parallel ranks apart.
+def _exposed(layer: Layer, parts: list[Communication], setting: Setting, share: float, gathers: Floats) -> Floats:
+    """Seconds of a layer's collectives that nothing hides; those over data-parallel ranks apart. Weights are gathered `gathers` times on average.
 
     With recomputation, forward runs twice, and gathers its weights each time if they are not kept; without, backward gathers those that are not.
     """
     forward, backward = sum(layer.forward), sum(layer.backward)
-    passes, gathers = 2 if setting.recompute else 1, _gathers(setting)
+    passes = 2 if setting.recompute else 1
     gather = sum(part.gather for part in parts) / gathers
     hides = {name: share * (name in setting.overlap) for name in OVERLAPS}
     forward_gathers = gathers if setting.recompute else 1
@@ -245,18 +198,15 @@ def _exposed(layer: Layer, parts: list[Communication], setting: Setting, share: 
     return exposed + at_once + np.maximum(hiding - (backward - hidden), 0)
 
 
-def _gathers(setting: Setting) -> float:
-    """Number of times that a step gathers each weight for a micro-batch, of all weights on average."""
-    return 2 - setting.keep_gathered
-
-
-def _communication(machine: Machine, block: Block, at: Grids, samples: Floats, setting: Setting) -> list[Communication]:
+def _communication(
+    machine: Machine, block: Block, at: Grids, samples: Floats, setting: Setting, gathers: Floats
+) -> list[Communication]:
     """Communication of each linear of a block and micro-batch, `samples` of a data-parallel group."""
     # Training sums weights' gradients in 4 bytes (of float32, whose bandwidths count half, 2), and a block's weights in one collective;
     # the published model has 2, and each its own.
     reached, count = machine.calibration is not None, len(block.linears)
     one = Repeats(
-        gathers=_gathers(setting),
+        gathers=gathers,
         gradient_bytes=2 * setting.kept,
         scatter_bytes=4 if reached and not setting.float32 else 2,
     )
@@ -264,7 +214,7 @@ def _communication(machine: Machine, block: Block, at: Grids, samples: Floats, s
     shares = sum_of_shares(machine, at.gz, np.clip(machine.domain // (at.gx * at.gy), 1, at.gz))
     parts = [
         _with_latency(
-            machine, at, layer_communication(linear, samples, at, beta, one), linear.transposed, share, one.gathers
+            machine, at, layer_communication(linear, samples, at, beta, one), linear.transposed, share, gathers
         )
         for linear in block.linears
     ]
@@ -281,7 +231,7 @@ def _communication(machine: Machine, block: Block, at: Grids, samples: Floats, s
 
 
 def _with_latency(
-    machine: Machine, at: Grids, part: Communication, transposed: bool, shares: tuple[float, float], gathers: float
+    machine: Machine, at: Grids, part: Communication, transposed: bool, shares: tuple[float, float], gathers: Floats
 ) -> Communication:
     """Latency besides: of a ring, a message for each further rank, twice in a sum; over z and data a linear has shares of one."""
     steps: list[Floats] = []

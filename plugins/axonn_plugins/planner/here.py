@@ -17,7 +17,7 @@ _LIKE = {
 
 
 def this_machine(name: str | None, option: str, cpu: bool, memory: float | None = None) -> machine.Machine:
-    """The machine that is named; else what `axonn bench network` measured here; else one like this accelerator.
+    """The machine that is named; else what `axonn bench network` measured here of such devices; else one like this accelerator.
 
     Of the last, a node has as many ranks as this run's, and the interfaces of the machine's own nodes; domains of several hosts stay so.
 
@@ -33,7 +33,9 @@ def this_machine(name: str | None, option: str, cpu: bool, memory: float | None 
     if name is not None:
         return machine.load(name, option)
     if machine.measured_file().is_file():
-        return machine.load(str(machine.measured_file()))
+        measured = machine.load(str(machine.measured_file()))
+        if (measured.device == "cpu") == cpu:
+            return measured
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if cpu:
         like, memory = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local

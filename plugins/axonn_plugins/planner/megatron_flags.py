@@ -10,6 +10,7 @@ from axonn_plugins.planner.experts import Mixture, mixture
 from axonn_plugins.planner.model import Transformer
 from axonn_plugins.planner.schedules import SCHEDULES
 from axonn_plugins.planner.search import AnyPlan
+from axonn_plugins.planner.sharing import way
 from axonn_plugins.planner.split import Split
 
 _VOCABULARY = 51200
@@ -19,6 +20,8 @@ _TO_START = (
     *("--eval-iters", "0", "--eval-interval", "1000"),
 )
 """Flags that a run needs besides, without data of one's own."""
+_WAYS = {"gather": "all_gather", "ring": "p2p", "heads": "a2a"}
+"""Megatron's words for ways of attention."""
 _ON_A_CPU = (
     "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
     "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --num-workers 0"
@@ -72,7 +75,7 @@ def flags(question: Question, plan: AnyPlan, split: Split) -> list[str]:
         *_sizes(model),
         *_experts(model, question.setting.experts, split),
         *("--micro-batch-size", str(split.microbatch), "--global-batch-size", str(question.batch)),
-        "--bf16" if question.machine.bf16 else "--fp16",
+        *([] if question.setting.float32 else ["--bf16" if question.machine.bf16 else "--fp16"]),
         *(["--fp8-format", "hybrid"] if question.setting.fp8 else []),
         *_parallel(question, plan, split),
         *_staged(model, split, question.setting.interleave),
@@ -161,7 +164,8 @@ def _parallel(question: Question, plan: AnyPlan, split: Split) -> list[str]:
         return ["--tensor-model-parallel-size", str(split.gx), *together, *context]
     found = ["--tensor-model-parallel-impl=axonn3d"]
     found += _words({f"--axonn-{axis}": getattr(split, axis) for axis in ("gx", "gy", "gz")})
-    found += context
+    if context:
+        found += [*context, "--cp-comm-type", _WAYS[way(question, split)]]
     if model.sequence // split.sequence % split.gx:  # which would split tokens
         found += ["--axonn-layout", "replicated"]
     if question.setting.sparsity:

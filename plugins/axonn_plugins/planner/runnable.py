@@ -14,6 +14,7 @@ from axonn_plugins.planner.experts import Mixture, mixture
 from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.model import Transformer
 from axonn_plugins.planner.search import AnyPlan
+from axonn_plugins.planner.sharing import way
 from axonn_plugins.planner.space import divisors
 from axonn_plugins.planner.split import Split, split_of
 
@@ -102,11 +103,16 @@ def _ds_config(question: Question, split: Split) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": split.microbatch,
         "gradient_accumulation_steps": split.accumulation,
         "gradient_clipping": 1.0,
-        "bf16" if question.machine.bf16 else "fp16": {"enabled": True},
+        **_precision(question),
         "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "torch_adam": True}},
         "axonn": block(question, split),
     }
+
+
+def _precision(question: Question) -> dict[str, Any]:
+    half = "bf16" if question.machine.bf16 else "fp16"
+    return {} if question.setting.float32 else {half: {"enabled": True}}
 
 
 def block(question: Question, split: Split) -> dict[str, Any]:
@@ -116,8 +122,10 @@ def block(question: Question, split: Split) -> dict[str, Any]:
     grid: dict[str, Any] = {"gx": split.gx, "gy": split.gy, "gz": gz, "plan": "auto"}
     if split.gz > 1 and not setting.recompute and setting.keep_gathered < 1:
         grid["reshard_after_forward"] = 1 - setting.keep_gathered if setting.keep_gathered else True
-    if setting.recompute and setting.keep_gathered:
-        grid["cache_gathers"] = "all"
+    if setting.recompute and (setting.cache_gathers or setting.keep_gathered):
+        grid["cache_gathers"] = setting.cache_gathers or "all"
+    if split.sequence > 1:
+        grid["attention"] = way(question, split)
     found: dict[str, Any] = {"tensor_parallel": grid}
     if split.stages > 1:
         again = {"activation_checkpointing": 1} if setting.recompute else {}

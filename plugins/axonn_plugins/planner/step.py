@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from axonn_plugins.planner.collectives import Kind, point_to_point, seconds
-from axonn_plugins.planner.experts import exchange_seconds, exchanged_bytes, share
+from axonn_plugins.planner.experts import Share, exchange_seconds, exchanged_bytes, share
 from axonn_plugins.planner.experts import layers as layers_of
 from axonn_plugins.planner.machine import Machine
 from axonn_plugins.planner.model import Transformer
@@ -66,7 +66,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a GPU: 2 + 2 bytes a parameter, 12 that data-parallel ranks share, and activations of microbatches in flight."""
+    """Bytes of a GPU: 2 + 2 bytes a parameter, 12 that data-parallel ranks share (in float32 4 + 4 and 8), and activations in flight."""
 
     weights: Floats
     gradients: Floats
@@ -137,8 +137,7 @@ def memory(
     size = _local(model, strategy, mode, at)
     layers = np.ceil(model.layers / at.np)
     lies = share(model, strategy, size, (at.nd, at.vd), _replicas(strategy, at), setting.experts)
-    weights = (lies.shared + lies.expert) * layers
-    sharded = (lies.shared / lies.replicas[0] + lies.expert / lies.expert_replicas[0]) * layers
+    weights, sharded = _of_fullest(model, strategy, size, at, lies, mode == "calibrated" or setting.whole)
     kinds = layers_of(model, strategy, mode, size, 1.0, at.nd)
     layer = sum(part * kept(operation, model, mode, at.n1) for part, of_layer in kinds for operation in of_layer)
     at_once = in_flight(setting.schedule, setting.interleave, at.np, batch / at.nd / at.bm)
@@ -152,10 +151,40 @@ def memory(
                 + exchanged_bytes(model, strategy, size, setting.experts, setting.dropping)
             )
         activations = kept_inputs * layers * at_once + layer
-    left = setting.kept
+    left, element = setting.kept, setting.element
     index = 2 * left * weights if setting.sparsity else 0 * weights
-    states = left * sharded * (0 if setting.offload else 12)
-    return Memory(2 * weights, 2 * left * weights, states + index, activations)
+    states = left * sharded * setting.states
+    return Memory(element * weights, element * left * weights, states + index, element / 2 * activations)
+
+
+def _of_fullest(
+    model: Transformer, strategy: Strategy, size: Local, at: Candidates, lies: Share, whole: bool
+) -> tuple[Floats, Floats]:
+    """Parameters of a GPU of the fullest stage, and of those that it steps; `whole`: with tables of tokens."""
+    layers = np.ceil(model.layers / at.np)
+    shared, expert = lies.shared * layers, lies.expert * layers
+    if whole:
+        split = size.n1 * size.n2 if strategy == "summa" else size.n1
+        shared = fullest_stage(model, at.np, (lies.shared + lies.expert) * model.layers, split) - expert
+    return np.asarray(shared + expert), np.asarray(shared / lies.replicas[0] + expert / lies.expert_replicas[0])
+
+
+def fullest_stage(model: Transformer, stages: Number, layers: Number, split: Number = 1) -> Number:
+    """Parameters of the stage that has most: the table of tokens is in the first, and in the last again or the output layer's own.
+
+    Args:
+        model: what is trained.
+        stages: of the pipeline, of which the first and last have fewer layers where not all can have as many.
+        layers: parameters of all layers, on a GPU without stages.
+        split: GPUs among which a table is split.
+    """
+    each, most = layers / model.layers, np.ceil(model.layers / stages)
+    missing = most * stages - model.layers
+    first, last = (np.maximum(most - (missing + more) // 2, 1) for more in (1, 0))
+    table, beside = model.vocabulary * model.hidden / split, max(model.other, 0) / split
+    ends = np.maximum(first * each + table + beside, last * each + table)
+    whole = layers + (1 + model.untied) * table + beside
+    return np.where(stages == 1, whole, np.maximum(ends, np.where(stages > 2, most * each, 0.0)))
 
 
 def times(
@@ -180,7 +209,8 @@ def times(
     """
     setting = setting or Setting()
     if machine.calibration is not None:
-        setting, machine = replace(setting, whole=True), in_precision(machine, setting)
+        setting = replace(setting, whole=True)
+    machine = in_precision(machine, setting)
     size = _local(model, strategy, mode, at)
     lies = share(model, strategy, size, (at.nd, at.vd), _replicas(strategy, at), setting.experts)
     layer = _distinct_layers(machine, model, strategy, mode, at, setting)
@@ -209,7 +239,7 @@ def times(
     data = 2 * collective + (layers - 1) * exposed
 
     compute, waiting, tensor = (microbatches * layers * (layer.forward[i] + layer.backward[i]) for i in range(3))
-    own = (lies.shared / lies.replicas[0] + lies.expert / lies.expert_replicas[0]) * layers
+    own = _of_fullest(model, strategy, size, at, lies, setting.whole)[1]
     if setting.offload:
         waiting = waiting + offload_seconds(machine, setting.kept * own)
     if setting.whole:

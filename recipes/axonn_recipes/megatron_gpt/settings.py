@@ -11,7 +11,7 @@ from tyro import conf
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.megatron.settings import Settings as Grid
-from axonn_recipes.options import Run, at_least_one, heads_fit, part
+from axonn_recipes.options import Run, at_least_one, heads_fit, part, rates_and_seed
 
 VOCABULARY = 256
 """Bytes."""
@@ -135,6 +135,7 @@ class Settings:
             ConfigError: the first mistake.
         """
         at_least_one(self, *_SIZES)
+        rates_and_seed(self, "lr")
         heads_fit(self.hidden, self.heads)
         if self.query_groups < 0 or self.heads % self.groups:
             raise ConfigError(

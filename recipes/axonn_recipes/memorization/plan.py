@@ -47,7 +47,9 @@ def _needs(model: sizes.Model, settings: Settings) -> str:
     at = Grids(*(np.array([size], np.int64) for size in (shape.gx, shape.gy, shape.gz, shape.gdata)))
     share = settings.batch // shape.batch
     microbatches = share // min(settings.micro_batch, share)
-    held = memory(model, at, microbatches, settings.batch, setting=Setting(recompute=settings.dtype == "bf16"))
+    whole = settings.dtype == "fp32"
+    setting = Setting(recompute=not whole, float32=whole, keep_gathered=float(whole))
+    held = memory(model, at, microbatches, settings.batch, setting=setting)
     kinds = ("weights", "gradients", "optimizer", "activations")
     parts = ", ".join(f"{kind} {_bytes(getattr(held, kind).item())}" for kind in kinds)
     return f"{model.name}: {count(model.parameters)} parameters; a rank holds {_bytes(held.total.item())} by the planner's model: {parts}"

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from axonn_plugins.config import ConfigError
 from axonn_recipes.models.gpt import GPTConfig
-from axonn_recipes.options import Run, at_least_one, heads_fit, part
+from axonn_recipes.options import Run, at_least_one, heads_fit, part, rates_and_seed
 
 SIDES = ("serial", "deepspeed", "message_driven")
 WEIGHT_DECAY = 0.01
@@ -118,8 +118,7 @@ def resolve(options: Options) -> Settings:
     """
     at_least_one(options, *_NUMBERS)
     heads_fit(options.hidden, options.heads)
-    if not options.lr > 0:
-        raise ConfigError(f"--lr {options.lr} is not positive; give a learning rate such as 1e-3")
+    rates_and_seed(options, "lr")
     if options.sparsity is not None and not 0 <= options.sparsity < 1:
         raise ConfigError(f"--sparsity {options.sparsity} is not a share from 0 to below 1; use one such as 0.9")
     settings = Settings(**part(Settings, options))

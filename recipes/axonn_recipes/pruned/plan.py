@@ -10,7 +10,7 @@ import torch
 from tyro import conf
 
 from axonn_plugins.config import ConfigError
-from axonn_recipes.options import at_least_one
+from axonn_recipes.options import at_least_one, rates_and_seed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Dtype = Literal["fp32", "bf16"]
@@ -90,7 +90,4 @@ class Plan:
                 )
         if self.sparsity == 1:
             raise ConfigError(f"--sparsity {self.sparsity} keeps nothing of any layer; use a lower share, such as 0.9")
-        for name in ("lr", "pruned_lr"):
-            if not 0 < getattr(self, name) < math.inf:
-                flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag} {getattr(self, name)} is not positive; give a learning rate such as 1e-3")
+        rates_and_seed(self, "lr", "pruned_lr")

@@ -43,6 +43,8 @@ def main(arguments: Sequence[str]) -> int:
         options = asked(arguments, stored[0])
     settings = resolve(options, stored[0] if stored else None)
     at_least_one(options, "save_every", "keep_last")
+    if options.compare and settings.serial:
+        raise ConfigError("--check trains serially and in parallel; leave it or --serial out")
     if options.trace_steps is not None:
         if settings.serial:
             raise ConfigError("--trace-steps is for runs on ranks; leave it or --serial out")

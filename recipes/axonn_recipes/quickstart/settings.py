@@ -16,7 +16,7 @@ from axonn_plugins.cli.options import read
 from axonn_plugins.config import ConfigError
 from axonn_plugins.observe.files import put
 from axonn_recipes.models.gpt import GPTConfig
-from axonn_recipes.options import Run, at_least_one, heads_fit, part
+from axonn_recipes.options import Run, at_least_one, heads_fit, part, rates_and_seed
 
 # What a run that goes on may change: checkpoints know no grid.
 _WHERE = ("ranks", "gx", "gy", "gz")
@@ -74,6 +74,7 @@ class Settings:
             ConfigError: the first.
         """
         at_least_one(self, "ranks", "steps", "batch", "context", "layers", "heads", "hidden", "gx", "gy", "gz")
+        rates_and_seed(self, "lr")
         heads_fit(self.hidden, self.heads)
 
     def ds_config(self) -> dict[str, Any]:
@@ -174,6 +175,16 @@ def store(settings: Settings, digest: str, run: Path) -> None:
 
 
 def stored_settings(run: Path) -> tuple[Settings, str]:
-    """Settings and corpus digest of a run."""
-    content = json.loads((run / "run.json").read_text())
-    return Settings(**content["settings"]), content["corpus"]
+    """Settings and corpus digest of a run.
+
+    Raises:
+        ConfigError: its file is not one that `store` wrote.
+    """
+    file = run / "run.json"
+    try:
+        content = json.loads(file.read_text())
+        return Settings(**content["settings"]), content["corpus"]
+    except (ValueError, TypeError, KeyError):
+        raise ConfigError(
+            f"{file} holds no settings that this version knows; start a new run without --resume"
+        ) from None

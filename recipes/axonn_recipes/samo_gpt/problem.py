@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from axonn_recipes.models.gpt import GPT, GPTConfig
 
 TOKEN_FILES = ("train.bin", "val.bin")
 _VALIDATION_SEED = 1_000_000_007
+_MOST = math.log(sys.float_info.max)
+"""The largest loss whose perplexity is a number."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,11 @@ def read(path: str | None, model: GPTConfig) -> Corpus | Tokens:
     folder = Path(path) if path is not None else None
     if folder is not None and all((folder / name).is_file() for name in TOKEN_FILES):
         for name in TOKEN_FILES:
+            size = (folder / name).stat().st_size
+            if not size or size % 2:
+                raise ConfigError(
+                    f"--data {folder / name} has {size} bytes, which are no 16-bit ids; tokenise it again"
+                )
             ids = np.memmap(folder / name, dtype=np.uint16, mode="r")
             if len(ids) <= model.context or int(ids.max()) >= model.vocabulary:
                 raise ConfigError(
@@ -106,4 +114,4 @@ class Text:
         return model(inputs, targets).item() * targets.numel(), targets.numel()
 
     def figure(self, mean: float) -> float:  # noqa: D102
-        return math.exp(mean)
+        return math.inf if mean > _MOST else math.exp(mean)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from axonn_plugins.config import ConfigError
 from axonn_recipes.models.gpt import GPTConfig
-from axonn_recipes.options import Run, part, read_scaled
+from axonn_recipes.options import Run, part, rates_and_seed, read_scaled
 from ted_moe import memory
 from ted_moe.memory import Degrees, Transformer
 
@@ -121,8 +121,7 @@ class Settings(Training):
             if isinstance(value, int) and not isinstance(value, bool) and name != "seed" and value < 1:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} {value} is not at least 1; give a positive number")
-        if not 0 < self.lr < math.inf:
-            raise ConfigError(f"--lr {self.lr} is not positive; give a learning rate such as 1e-3")
+        rates_and_seed(self, "lr")
         model = self.model
         if model.layers < 2:
             raise ConfigError(f"--layers {model.layers} leaves no second block to hold experts; use 2 or more")

@@ -73,7 +73,7 @@ Activation.no_checkpointing = property(lambda _: checkpointing.PARTITION_ACTIVAT
 _gather = checkpointing.gather_partitioned_activations
 engines: WeakSet[Any] = WeakSet()
 """Engines of ours; without one DeepSpeed's checkpoints are as they were."""
-_found: WeakKeyDictionary[nn.Module, tuple[dict[str, LayerPlan], Any]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[nn.Module, dict[str, LayerPlan]] = WeakKeyDictionary()
 """The plans by which models were split, as another engine of one of them wants it."""
 
 
@@ -144,7 +144,7 @@ class Split:
     Attributes:
         plan: by layer.
         placements: of all modules that change.
-        report: what an automatic plan says.
+        report: what an automatic plan says; None where another engine of the model has said it.
     """
 
     plan: dict[str, LayerPlan]
@@ -256,7 +256,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         grid, plan, report = grid_for(self._axonn, dist.get_world_size()), layer_plans(self._axonn), None
         if self._axonn.plan == "auto":
             names, known = dict(model.named_modules()).keys(), _found.get(model)
-            plan, report = known if known and known[0].keys() <= names else auto_plan(model, grid)
+            plan, report = (known, None) if known and known.keys() <= names else auto_plan(model, grid)
         chosen = options(self._axonn)
         placements = place(model, grid, plan, chosen)
         if chosen.compile:
@@ -269,7 +269,7 @@ class AxonnEngine(GridCheckpoints, MaskedLabels):
         if self._splits:
             replicas.align_random_state(self.mesh)
             parallelize(model, self.mesh, split.plan, options(self._axonn))
-            _found[model] = split.plan, split.report
+            _found[model] = split.plan
 
     def _make_mesh(self, grid: Grid) -> Mesh:
         return Mesh(grid, get_accelerator().device_name().split(":")[0])

@@ -255,7 +255,7 @@ def _of_others(key: str, raw: Mapping[str, Any]) -> list[Refusal]:
             f"sparse_gradients = true does not go with {key}, whose gradients are dense; remove it",
         ),
         (
-            section(raw, "tensor_parallel").get("autotp_size", 0) > 1,
+            section(raw, "tensor_parallel").get("autotp_size", 0) not in (0, 1),
             f"tensor_parallel.autotp_size has DeepSpeed split weights, of which {key} does not know the parts; use axonn.tensor_parallel",
         ),
         (

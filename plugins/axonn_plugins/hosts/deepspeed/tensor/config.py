@@ -150,7 +150,7 @@ def _of_others(raw: Mapping[str, Any]) -> list[Refusal]:
     optimizer = section(raw, "optimizer").get("type")
     return [
         (
-            section(raw, "tensor_parallel").get("autotp_size", 0) > 1,
+            section(raw, "tensor_parallel").get("autotp_size", 0) not in (0, 1),
             "tensor_parallel.autotp_size is DeepSpeed's own tensor parallelism; remove it, or the axonn block",
         ),
         (
