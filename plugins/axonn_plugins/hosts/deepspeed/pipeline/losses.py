@@ -19,30 +19,7 @@ _LIST = 2.0
 class PipelineLosses(PipelineEngine):
     """The part of the engine that averages losses."""
 
-    _averages = True
     _expected: tuple[Tensor, Any] | None = None
-
-    def eval_batch(
-        self,
-        data_iter: Any,
-        return_logits: bool = False,
-        compute_loss: bool = True,
-        reduce_output: str | None = "avg",
-        *rest: Any,
-        **named: Any,
-    ) -> Any:
-        """DeepSpeed's, which asks how losses are reduced on the last stage alone, while the others wait for them.
-
-        Raises:
-            ConfigError: in another way than it knows; the same on every stage.
-        """
-        if reduce_output is not None and reduce_output.lower() != "avg":
-            raise ConfigError(
-                f"eval_batch has reduce_output = {reduce_output!r}, and DeepSpeed averages losses of microbatches, or leaves them; pass 'avg', or "
-                "None and reduce them yourself"
-            )
-        self._averages = reduce_output is not None
-        return super().eval_batch(data_iter, return_logits, compute_loss, reduce_output, *rest, **named)
 
     def _expect_loss(self) -> None:
         """This stage has made its last forward pass: be ready for the batch's loss, which comes while it computes.

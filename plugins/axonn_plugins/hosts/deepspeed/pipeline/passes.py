@@ -16,7 +16,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.common.goldfish import LabelMask, Weight
 from axonn_plugins.hosts.deepspeed.optim.wrapped import EngineOptimizer
 from axonn_plugins.pipeline.packing import Message
@@ -127,7 +126,6 @@ class StagePasses(PipelineEngine):
     _ahead: deque[Any]
     _kept: dict[int, Kept]
     _label_mask: LabelMask | None
-    _averages: bool
     most_alive: int
     total_loss: Any
     total_additional_losses: Any
@@ -295,11 +293,6 @@ class StagePasses(PipelineEngine):
         if self.eval_return_logits:
             self.outputs = outputs
         single = isinstance(self.loss, Tensor)
-        if not (single or self.module.training) and self._averages:
-            raise ConfigError(
-                "eval_batch averages over microbatches, and each gives several outputs, which DeepSpeed does not average; return one from loss_fn, or "
-                "pass reduce_output=None and bcast_loss=False"
-            )
         self.fwd_outputs.append(self.loss.detach() if single else [part.detach() for part in self.loss])
         if not self.module.training:
             return self.loss
