@@ -23,6 +23,9 @@ from axonn_plugins.cluster.launch import RankFailed
 from axonn_tp import Mesh
 from axonn_tp.checkpoint import CheckpointError, files, latest, load, save
 from axonn_tp.checkpoint.optimizer import optimizer_state, optimizer_targets, whole_pieces
+from axonn_tp.checkpoint.ranks import Ranks
+from axonn_tp.checkpoint.state import model_state
+from axonn_tp.checkpoint.training import Reading
 from tests.distributed import run_ranks
 from tests.matrix import thorough
 
@@ -289,6 +292,17 @@ def test_files_that_another_rank_wrote_elsewhere_are_missed(tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="the file __1_0.distcp of another rank is not there"):
         files.commit(tmp_path / "one", {"__1_0.distcp": [(3, 5, "model.0.weight at (0, 0)")]}, mark)
     assert held(tmp_path / "one") == 1.0
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_pieces_that_are_missing_or_twice_are_refused(times: int, tmp_path: Path) -> None:
+    model = small(1.0)
+    save(tmp_path / "one", model, None)
+    reading = Reading(tmp_path / "one", Ranks(None))
+    stored: Any = reading._metadata.state_dict_metadata["model.0.weight"]
+    stored.chunks = stored.chunks * times
+    with pytest.raises(CheckpointError, match=r"have not each element of model.0.weight once, of shape \(5, 3\)"):
+        reading.read(model_state(model)[0])
 
 
 def test_two_that_write_one_folder_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,9 +207,15 @@ def otherwise(folder: Path) -> dict[str, Any]:
     gone["no folder"] = told(engine.save_checkpoint, "", "one")
     gone["no tag"] = told(engine.save_checkpoint, str(folder), "")
     gone["no place"] = told(engine.save_checkpoint, str(folder), "latest/three")
-    gone["unreadable"] = with_instead(sums, "cut", 1, unread, partial(told, engine.save_checkpoint, str(folder), "three"))
+    gone["unreadable"] = with_instead(
+        sums, "cut", 1, unread, partial(told, engine.save_checkpoint, str(folder), "three")
+    )
     gone["begun anew"] = with_instead(
-        complete, "_summed", 0, begun_anew(folder / "three"), partial(told, engine.save_checkpoint, str(folder), "three")
+        complete,
+        "_summed",
+        0,
+        begun_anew(folder / "three"),
+        partial(told, engine.save_checkpoint, str(folder), "three"),
     )
     gone["saves differ"] = told(engine.save_checkpoint, str(folder), "one" if dist.get_rank() else "two")
     return gone

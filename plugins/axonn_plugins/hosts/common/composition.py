@@ -186,11 +186,11 @@ class Composition:
             self.optimizer.prune(self.pruning.forget())
 
     def loaded(self) -> None:
-        """A checkpoint has been read: a model that came dense is pruned at once if its step is beyond `start_step`."""
+        """A checkpoint has been read: gradients of before are forgotten, and a model that came dense is pruned if its step is beyond `start_step`."""
+        self.optimizer.zero_grad()
         pruning = self.pruning
         if pruning is None:
             return
-        self.optimizer.zero_grad()
         if pruning.pruned:
             self.optimizer.watch(pruning.watched(self.host.steps))
         elif pruning.block.search is None:
