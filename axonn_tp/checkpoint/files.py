@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from pickle import PickleError
+from typing import TypeVar
 from uuid import uuid4
 
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan
@@ -26,6 +28,9 @@ WRITER = "writer"
 _OWN = (MANIFEST, MARKER, STATE, ".metadata", "*.distcp", "random_*.pickle")
 
 
+T = TypeVar("T")
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be written or read; the message is one sentence, the same on all ranks."""
 
@@ -37,6 +42,27 @@ def aside(folder: Path) -> Path:
 
 def _replaced(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.replaced")
+
+
+def saying(folder: Path, rank: int, work: Callable[[], T]) -> T:
+    """The result of a part of a save.
+
+    Args:
+        folder: the checkpoint.
+        rank: who does the work.
+        work: the part.
+
+    Raises:
+        CheckpointError: it ended with an error, which is named.
+    """
+    try:
+        return work()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        pickled = isinstance(error, PickleError | TypeError | AttributeError)
+        remedy = "; leave out of extra what cannot be pickled" if pickled else ""
+        raise CheckpointError(f"checkpoint {folder} was not written, for rank {rank} had {error!r}{remedy}") from None
 
 
 class SummingWriter(FileSystemWriter):

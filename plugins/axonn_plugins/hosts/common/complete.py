@@ -120,6 +120,7 @@ def publish(save_dir: str, tag: str, save_latest: bool, mark: str) -> None:
 
     def name() -> None:
         files.check_writer(Path(save_dir) / tag, mark)
+        (aside / files.WRITER).unlink()
         _rename(Path(save_dir), tag, sums.sums_of(pieces, found), save_latest)
 
     everyone(lambda: None if rank else name())
@@ -144,7 +145,6 @@ def _rename(folder: Path, tag: str, written: sums.Sums, save_latest: bool) -> No
     if save_latest or (folder / tag / _IS_LATEST).exists():
         sums.put(aside / _IS_LATEST, "")
     sums.seal(aside, written, MANIFEST, MARKER)
-    (aside / files.WRITER).unlink()
     sums.flush(aside)
     note = folder / f"{_LATEST}{_ASIDE}"
     if save_latest:
