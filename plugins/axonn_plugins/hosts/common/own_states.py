@@ -149,7 +149,7 @@ class OwnState:
             pruning.resume_search(saved["search"], read)
             if pruning.first_gradients is not None and saved.get("taken"):
                 pruning.first_gradients.go_on(saved["taken"], numbers(_SUM))
-        self._states.prune(masks)
+        self.composition.prune(masks)
 
     def make_masters(self, notes: Notes) -> None:
         """Room for the float32 weights in the checkpoint."""
