@@ -267,6 +267,7 @@ def load(
     mesh: Mesh | None,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
+    strict: bool = True,
 ) -> Any:
     """Read a checkpoint into a model on any grid; every rank of the mesh calls it.
 
@@ -280,6 +281,7 @@ def load(
         mesh: the model's mesh; None for a serial model, with or without a process group.
         optimizer: of the saved class; parameters may be grouped in another way where their options are the same.
         scheduler: of the saved class.
+        strict: refuse weights that are here or there alone; else they are left as they are, as by torch's `load_state_dict`.
 
     Returns:
         `extra` as it was given to `save`.
@@ -289,12 +291,12 @@ def load(
     """
     ranks, names = Ranks(mesh), DealtNames(model)
     reading = Reading(Path(folder), ranks)
-    if names:
+    if names and strict:
         require_takers(names, reading.notes, ranks)
     notes = names.notes(reading.notes, names.inward)
 
     def targets() -> tuple[Shards, Callable[[], None], Any]:
-        shards, hand_over, schedule = model_targets(model, notes), lambda: None, None
+        shards, hand_over, schedule = model_targets(model, notes, strict), lambda: None, None
         if optimizer is not None:
             states, hand_over = optimizer_targets(optimizer, whole_pieces(model, optimizer), notes)
             shards |= states

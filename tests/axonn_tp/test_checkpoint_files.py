@@ -368,6 +368,21 @@ def test_hooks_of_load_state_dict_are_called(tmp_path: Path) -> None:
     assert torch.equal(other[0].norm, saved.norm)
 
 
+def test_a_load_that_is_not_strict(tmp_path: Path) -> None:
+    """As torch's: weights that are here or there alone stay out, and shapes have to fit all the same."""
+    save(tmp_path / "one", small(1.0), None)
+    more, fewer = nn.Sequential(*small(2.0), nn.Linear(2, 2)), nn.Sequential(small(2.0)[0])
+    last = more[2].weight.detach().clone()
+    for model in (more, fewer):
+        with pytest.raises(CheckpointError, match="load it into the model that was saved"):
+            load(tmp_path / "one", model, None)
+        load(tmp_path / "one", model, None, strict=False)
+        assert model[0].weight.eq(1).all()
+    assert more[1].weight.eq(1).all() and torch.equal(more[2].weight, last)
+    with pytest.raises(CheckpointError, match="0.weight has shape"):
+        load(tmp_path / "one", nn.Sequential(nn.Linear(4, 5)), None, strict=False)
+
+
 def test_channels_last(tmp_path: Path) -> None:
     saved, other = (nn.Conv2d(3, 5, 2).to(memory_format=torch.channels_last) for _ in range(2))
     save(tmp_path / "one", saved, None)
