@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from pickle import PickleError
+from typing import TypeVar
 from uuid import uuid4
 
 from torch.distributed.checkpoint import FileSystemWriter, SavePlan
@@ -22,8 +24,11 @@ from axonn_tp.checkpoint import sums
 from axonn_tp.checkpoint.sums import Sums, flush
 
 MANIFEST, MARKER, STATE = "manifest.json", "complete", "state.pt"
-_WRITER = "writer"
+WRITER = "writer"
 _OWN = (MANIFEST, MARKER, STATE, ".metadata", "*.distcp", "random_*.pickle")
+
+
+T = TypeVar("T")
 
 
 class CheckpointError(ValueError):
@@ -37,6 +42,27 @@ def aside(folder: Path) -> Path:
 
 def _replaced(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.replaced")
+
+
+def saying(folder: Path, rank: int, work: Callable[[], T]) -> T:
+    """The result of a part of a save.
+
+    Args:
+        folder: the checkpoint.
+        rank: who does the work.
+        work: the part.
+
+    Raises:
+        CheckpointError: it ended with an error, which is named.
+    """
+    try:
+        return work()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        pickled = isinstance(error, PickleError | TypeError | AttributeError)
+        remedy = "; leave out of extra what cannot be pickled" if pickled else ""
+        raise CheckpointError(f"checkpoint {folder} was not written, for rank {rank} had {error!r}{remedy}") from None
 
 
 class SummingWriter(FileSystemWriter):
@@ -81,7 +107,7 @@ def begin(folder: Path) -> str:
     shutil.rmtree(aside(folder), ignore_errors=True)
     aside(folder).mkdir(parents=True)
     mark = uuid4().hex
-    (aside(folder) / _WRITER).write_text(mark)
+    (aside(folder) / WRITER).write_text(mark)
     return mark
 
 
@@ -97,12 +123,7 @@ def commit(folder: Path, written: Sums, mark: str) -> None:
         CheckpointError: another process writes the same folder, or another rank wrote its files elsewhere.
     """
     work = aside(folder)
-    writer = work / _WRITER
-    if not writer.is_file() or writer.read_text() != mark:
-        raise CheckpointError(
-            f"checkpoint {folder} was not written, for another process has begun to write it, too; give each run a folder of its own, and have all ranks "
-            "of a run save with their mesh, or rank 0 alone"
-        )
+    check_writer(folder, mark)
     for name, pieces in written.items():
         file = work / name
         if not file.is_file() or file.stat().st_size != sum(length for length, *_ in pieces):
@@ -110,11 +131,29 @@ def commit(folder: Path, written: Sums, mark: str) -> None:
                 f"checkpoint {folder} was not written, for the file {name} of another rank is not there; give all ranks the same folder, on a "
                 "disk that they all see"
             )
-    others = sums.cut(work, [file.name for file in work.iterdir() if file.name not in {*written, _WRITER}])
+    others = sums.cut(work, [file.name for file in work.iterdir() if file.name not in {*written, WRITER}])
     sums.seal(work, written | sums.sums_of(others, sums.checksums(work, others)), MANIFEST, MARKER)
-    writer.unlink()
+    (work / WRITER).unlink()
     flush(work)
     take_place(work, folder, _replaced(folder), _OWN)
+
+
+def check_writer(folder: Path, mark: str) -> None:
+    """Refuse to go on with what another process has begun to write since.
+
+    Args:
+        folder: the checkpoint.
+        mark: what `begin` returned.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    writer = aside(folder) / WRITER
+    if not writer.is_file() or writer.read_text() != mark:
+        raise CheckpointError(
+            f"checkpoint {folder} was not written, for another process has begun to write it, too; give each run a folder of its own, and have all ranks "
+            "of a run save with their mesh, or rank 0 alone"
+        )
 
 
 def abandon(folder: Path, mark: str) -> None:
@@ -124,7 +163,7 @@ def abandon(folder: Path, mark: str) -> None:
         folder: the checkpoint.
         mark: what `begin` returned; what others have begun since stays.
     """
-    writer = aside(folder) / _WRITER
+    writer = aside(folder) / WRITER
     if writer.is_file() and writer.read_text() == mark:
         shutil.rmtree(aside(folder), ignore_errors=True)
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from axonn_tp.checkpoint.optimizer import PER_GROUP_LISTS, differ, regrouped
+from axonn_tp.checkpoint.ranks import Ranks
 from axonn_tp.checkpoint.state import Notes
 
 
-def merged(everyone: list[Notes]) -> Notes:
-    """One rank's notes with what the others have besides."""
+def merged(ranks: Ranks, notes: Notes) -> Notes:
+    """The first rank's notes with what the others have besides; every rank calls it, and keeps its own `extra`, which is not sent."""
+    everyone = ranks.gather({part: value for part, value in notes.items() if part != "extra"})
+    return {**_joined(everyone), "extra": notes["extra"]}
+
+
+def _joined(everyone: list[Notes]) -> Notes:
     first = everyone[0]
     for notes in everyone[1:]:
         for part, table in notes["model"].items():

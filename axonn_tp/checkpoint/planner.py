@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from axonn_tp.checkpoint.files import CheckpointError
 from axonn_tp.grid.layout import Layout
 from axonn_tp.grid.lazy import Cut, LazyTensor
 from axonn_tp.grid.mesh import Grid
@@ -140,6 +142,9 @@ class RegionLoadPlanner(LoadPlanner):
 
     Args:
         place: the grid, and this rank's place on it. The state dict holds `Shard`s of contiguous tensors.
+
+    Raises:
+        CheckpointError: an element that is asked for stands in no stored piece, or in several.
     """
 
     def __init__(self, place: Place) -> None:
@@ -168,8 +173,13 @@ class RegionLoadPlanner(LoadPlanner):
         key = id(stored.chunks), tuple((region.offsets, region.sizes) for region in found)
         if key in self._found:
             return [_renamed(item, name) for item in self._found[key]]
-        self._found[key] = create_read_items_for_chunk_list(name, stored, [chunk_of(region) for region in found])
-        return self._found[key]
+        items = create_read_items_for_chunk_list(name, stored, [chunk_of(region) for region in found])
+        if sum(math.prod(item.lengths) for item in items) != sum(math.prod(region.sizes) for region in found):
+            raise CheckpointError(
+                f"the files of the checkpoint have not each element of {name} once, of shape {tuple(stored.size)}; restore them, or load another one"
+            )
+        self._found[key] = items
+        return items
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:  # noqa: D102
         return global_plan

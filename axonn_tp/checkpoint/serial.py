@@ -20,7 +20,7 @@ from axonn_tp.checkpoint.dealt import DealtNames
 from axonn_tp.checkpoint.files import CheckpointError
 from axonn_tp.checkpoint.planner import Place, Shard
 from axonn_tp.checkpoint.ranks import Ranks
-from axonn_tp.checkpoint.state import Shards, model_state
+from axonn_tp.checkpoint.state import Shards, model_state, restore_modules
 from axonn_tp.checkpoint.sums import flush
 from axonn_tp.checkpoint.training import Reading
 from axonn_tp.checkpoint.whole import whole_tensors
@@ -75,7 +75,9 @@ def export_safetensors(
         return found
 
     header = ranks.together(lambda: _header(kinds()))
-    tensors, problem = whole_tensors(model, mesh, dtype), None
+    # Extra states of modules, of which some are tensors, are no weights.
+    tensors = ((name, tensor) for name, tensor in whole_tensors(model, mesh, dtype) if name in header)
+    problem = None
     if ranks.rank == 0:
         try:
             _write(Path(file), header, tensors)
@@ -194,11 +196,12 @@ def import_safetensors(model: nn.Module, mesh: Mesh | None, file: str | os.PathL
         CheckpointError: names the tensor that is missing, unknown, or of another shape; the same on every rank.
     """
     ranks = Ranks(mesh)
-    (shards, notes), names = model_state(model), DealtNames(model)
-    shards = {names.outward(name.removeprefix("model.")): shard for name, shard in shards.items()}
+    (held, notes), names = model_state(model), DealtNames(model)
+    shards = {names.outward(name.removeprefix("model.")): shard for name, shard in held.items()}
     aliases = {names.outward(name): names.outward(known) for name, known in notes["aliases"].items()}
     everyones = set().union(*ranks.gather({*shards, *aliases})) if names else {*shards, *aliases}
     ranks.together(lambda: _import(shards, aliases, everyones, ranks.place, Path(file)))
+    restore_modules(model, {"modules": {}}, held)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from axonn_tp.checkpoint.dealt import DealtNames
@@ -35,7 +35,7 @@ def model_state(model: nn.Module) -> tuple[Shards, Notes]:
     with as_shards():
         held = model.state_dict(keep_vars=True)
     for name, value in held.items():
-        if name.endswith(_EXTRA):
+        if name.endswith(_EXTRA) or not isinstance(value, Tensor):
             modules[name] = value
         elif (known := first.setdefault(id(value), name)) != name:
             aliases[name] = known
@@ -52,16 +52,54 @@ def is_frozen(value: Any) -> bool:
     return isinstance(value, nn.Parameter) and not value.requires_grad
 
 
-def restore_modules(model: nn.Module, notes: Notes) -> None:
-    """Give modules the state that is no tensor of theirs, as far as the model has them, and call their hooks of a `load_state_dict`."""
-    modules = dict(model.named_modules())
+def restore_modules(model: nn.Module, notes: Notes, shards: Shards) -> None:
+    """Give modules the state that is no parameter or buffer of theirs, as far as the model has them, and call their hooks of a `load_state_dict`.
+
+    Args:
+        model: the model.
+        notes: of the checkpoint, on the model.
+        shards: that were read into what `model_targets` gave.
+
+    Raises:
+        CheckpointError: what a module's `state_dict` gives is a copy, and it takes none back.
+    """
+    modules, others = dict(model.named_modules()), dict[str, Any]()
     for name, value in notes["modules"].items():
         module = modules.get(name.removesuffix(_EXTRA).rstrip("."))
-        if module is not None:
+        if not name.endswith(_EXTRA):
+            others[name] = value
+        elif module is not None:
             module.set_extra_state(value)
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    named = {name.removeprefix("model."): shard.tensor for name, shard in shards.items() if name.startswith("model.")}
+    _hand_over(model, modules, others | {name: tensor for name, tensor in named.items() if id(tensor) not in own})
     for module in reversed(modules.values()):
         for hook in module._load_state_dict_post_hooks.values():
             hook(module, _IncompatibleKeys([], []))
+
+
+def _hand_over(model: nn.Module, modules: Mapping[str, nn.Module], copies: Mapping[str, Any]) -> None:
+    """Have modules take what their `_save_to_state_dict` has made, as persistent states of torchmetrics, by their `_load_from_state_dict`."""
+    by_owner: dict[str, dict[str, Any]] = {}
+    for name, value in copies.items():
+        owner = name.rpartition(".")[0]
+        while owner not in modules:
+            owner = owner.rpartition(".")[0]
+        by_owner.setdefault(owner, {})[name] = value
+    with as_shards():
+        for owner, held in by_owner.items():
+            modules[owner]._load_from_state_dict(dict(held), f"{owner}." if owner else "", {}, False, [], [], [])
+        there = model.state_dict(keep_vars=True) if copies else {}
+    for name, value in copies.items():
+        if isinstance(value, Tensor) and not (name in there and _same(value, there[name])):
+            raise CheckpointError(
+                f"{name} in state_dict() of {type(model).__name__} is neither a parameter nor a buffer, and cannot be read back into it; register it "
+                "as a buffer, or give its module a _load_from_state_dict that takes it"
+            )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | (one != one) & (other != other)).all())
 
 
 def check_tensors(

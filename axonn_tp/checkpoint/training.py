@@ -45,7 +45,7 @@ from axonn_tp.checkpoint.randomness import (
 )
 from axonn_tp.checkpoint.ranks import Ranks
 from axonn_tp.checkpoint.state import Notes, Shards, model_state, model_targets, restore_modules
-from axonn_tp.checkpoint.sums import flush, in_words
+from axonn_tp.checkpoint.sums import Sums, flush, in_words
 from axonn_tp.grid.lazy import LazyTensor
 from axonn_tp.grid.mesh import Grid, Mesh
 
@@ -98,7 +98,7 @@ def save(
     ranks, names = Ranks(mesh), DealtNames(model)
     shards, notes = ranks.together(collect)
     if names:
-        notes = merged(ranks.gather(names.notes(notes, names.outward)))
+        notes = merged(ranks, names.notes(notes, names.outward))
         shards = {names.outward(name): shard for name, shard in shards.items()}
     return write(Path(folder), shards, notes, ranks, asynchronous, keep_last)
 
@@ -137,8 +137,12 @@ def write(
     if not asynchronous:
         _write(folder, shards, notes, ranks, keep_last)
         return None
-    copies = {name: replace(shard, tensor=_copy(shard.tensor)) for name, shard in shards.items()}
-    kept = copy.deepcopy(notes)
+
+    def copied() -> tuple[Shards, Notes]:
+        copies = {name: replace(shard, tensor=_copy(shard.tensor)) for name, shard in shards.items()}
+        return copies, notes if ranks.rank else copy.deepcopy(notes)
+
+    copies, kept = ranks.together(lambda: files.saying(folder, ranks.rank, copied))
     return Saving(lambda: _write(folder, copies, kept, ranks, keep_last))
 
 
@@ -179,15 +183,10 @@ def _fill(folder: Path, mark: str, shards: Shards, notes: Notes, ranks: Ranks, k
     draws, aside = notes["random"], files.aside(folder)
     writers = None if draws is None else writers_of(draws, ranks.group)
 
-    def said(work: Callable[[], Any]) -> Any:
-        try:
-            return work()
-        except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"checkpoint {folder} was not written, for rank {ranks.rank} had {error!r}") from None
+    def drawn() -> Sums:
+        return write_random_state(aside, draws, writers, ranks.rank) if writers else {}
 
-    written = ranks.together(
-        lambda: said(lambda: write_random_state(aside, draws, writers, ranks.rank)) if writers else {}
-    )
+    written = ranks.together(lambda: files.saying(folder, ranks.rank, drawn))
     gathered = ranks.collect((writer.sums | written, own))
 
     def complete() -> None:
@@ -200,7 +199,7 @@ def _fill(folder: Path, mark: str, shards: Shards, notes: Notes, ranks: Ranks, k
         if keep_last is not None:
             files.drop_old(folder, keep_last)
 
-    ranks.together(lambda: said(complete), only=0)
+    ranks.together(lambda: files.saying(folder, ranks.rank, complete), only=0)
 
 
 class Reading:
@@ -224,10 +223,19 @@ class Reading:
                 raise CheckpointError(
                     f"checkpoint {self.folder} is damaged in {in_words(wrong)}; restore it, or load another one"
                 )
-        self.notes: Notes = torch.load(self.folder / files.STATE, map_location="cpu", weights_only=False)
         self._reader = FileSystemReader(self.folder)
-        self._metadata = self._reader.read_metadata()
+        self.notes, self._metadata = ranks.together(self._opened)
         self._reader.set_up_storage_reader(self._metadata, ranks.rank == 0)
+
+    def _opened(self) -> tuple[Notes, Metadata]:
+        try:
+            notes = torch.load(self.folder / files.STATE, map_location="cpu", weights_only=False)
+            return notes, self._reader.read_metadata()
+        except Exception as error:  # what unpickling raises is of many kinds
+            raise CheckpointError(
+                f"checkpoint {self.folder} cannot be opened ({type(error).__name__}: {' '.join(str(error).split())}); have the modules be there whose "
+                "classes were given as extra, or load another one"
+            ) from None
 
     def read(self, shards: Shards, place: Place | None = None) -> None:
         """Fill the tensors of shards; padding stays as it is."""
@@ -259,6 +267,7 @@ def load(
     mesh: Mesh | None,
     optimizer: torch.optim.Optimizer | None = None,
     scheduler: Any = None,
+    strict: bool = True,
 ) -> Any:
     """Read a checkpoint into a model on any grid; every rank of the mesh calls it.
 
@@ -272,6 +281,7 @@ def load(
         mesh: the model's mesh; None for a serial model, with or without a process group.
         optimizer: of the saved class; parameters may be grouped in another way where their options are the same.
         scheduler: of the saved class.
+        strict: refuse weights that are here or there alone; else they are left as they are, as by torch's `load_state_dict`.
 
     Returns:
         `extra` as it was given to `save`.
@@ -281,12 +291,12 @@ def load(
     """
     ranks, names = Ranks(mesh), DealtNames(model)
     reading = Reading(Path(folder), ranks)
-    if names:
+    if names and strict:
         require_takers(names, reading.notes, ranks)
     notes = names.notes(reading.notes, names.inward)
 
     def targets() -> tuple[Shards, Callable[[], None], Any]:
-        shards, hand_over, schedule = model_targets(model, notes), lambda: None, None
+        shards, hand_over, schedule = model_targets(model, notes, strict), lambda: None, None
         if optimizer is not None:
             states, hand_over = optimizer_targets(optimizer, whole_pieces(model, optimizer), notes)
             shards |= states
@@ -298,7 +308,7 @@ def load(
     shards, hand_over, schedule = ranks.together(targets)
     ranks.together(lambda: reading.read({names.outward(name): shard for name, shard in shards.items()}))
     hand_over()
-    restore_modules(model, notes["model"])
+    restore_modules(model, notes["model"], shards)
     if scheduler is not None:
         scheduler.load_state_dict(schedule)
     reading.restore_random_state()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from axonn_tp.layers.exports import as_shards
 
 
 @torch.no_grad()
-def full_state_dict(model: nn.Module, mesh: Mesh, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module, mesh: Mesh, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """The serial model's state_dict on the CPU of rank 0; every rank calls it.
 
     Args:
@@ -26,9 +27,14 @@ def full_state_dict(model: nn.Module, mesh: Mesh, dtype: torch.dtype | None = No
         dtype: of the floating-point tensors; theirs when None.
 
     Returns:
-        Whole tensors by the serial model's names on rank 0, nothing on the others.
+        Whole tensors by the serial model's names on rank 0, with what else modules keep (extra states); nothing on the others.
     """
-    return dict(whole_tensors(model, mesh, dtype))
+    found: dict[str, Any] = dict(whole_tensors(model, mesh, dtype))
+    if dist.get_rank() == 0:
+        with as_shards():
+            held = model.state_dict(keep_vars=True)
+        found |= {name: value for name, value in held.items() if not isinstance(value, Tensor)}
+    return found
 
 
 def whole_tensors(model: nn.Module, mesh: Mesh | None, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:

@@ -27,6 +27,7 @@ from axonn_tp.checkpoint import (
     load,
     save,
 )
+from axonn_tp.checkpoint.dealt import Dealt
 from axonn_tp.checkpoint.whole import assemble
 from axonn_tp.layers.exports import as_shards
 from tests.axonn_tp.test_grids import gpt_plan
@@ -337,7 +338,72 @@ def draws(folder: str) -> dict[str, Any]:
     load(f"{folder}/alike", model, mesh)
     found["alike again"] = draw()
     found["statistics"] = statistics(folder, mesh)
+    found["beside"] = beside(folder, mesh)
     return found
+
+
+class Keeping(nn.Linear):
+    """Keeps an extra state, a tensor or not, and states that its state dict has copies of, as metrics have."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(3, 2)
+        self.extra, self.seen, self.list = extra, torch.randn(4), [torch.randn(2)]
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination |= {f"{prefix}seen": self.seen.clone(), f"{prefix}list": [one.clone() for one in self.list]}
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        for name in ("seen", "list"):
+            setattr(self, name, state_dict.pop(f"{prefix}{name}", getattr(self, name)))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class Copying(nn.Linear):
+    """Has copies in its state dict: one that follows from its weight, and one that it does not take back."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.drawn = torch.randn(3)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination |= {f"{prefix}doubled": self.weight.detach() * 2, f"{prefix}drawn": self.drawn.clone()}
+
+
+def beside(folder: str, mesh: Mesh) -> dict[str, Any]:
+    """What is no parameter or buffer, in a checkpoint and in files of weights; and what only rank 0 cannot save."""
+    saved, other = (nn.Sequential(Keeping(torch.randn(3)), Keeping({"seen": draw()})) for _ in range(2))
+    axonn_tp.parallelize(saved, mesh)
+    save(f"{folder}/beside", saved, mesh)
+    load(f"{folder}/beside", other, None)
+    export_safetensors(saved, mesh, f"{folder}/beside.safetensors")
+    dist.barrier()
+    full, held = full_state_dict(saved, mesh), other.state_dict()
+    odd = (thing for thing in "ab") if dist.get_rank() == 0 else None
+    dealt = nn.Sequential(Dealt([nn.Linear(2, 2)]))
+    save(f"{folder}/copying", Copying(), mesh)
+    return {
+        "read": [name for name in full if not same(full[name], held[name])],
+        "names": set(full) == set(held),
+        "file": set(load_file(f"{folder}/beside.safetensors")),
+        "copying": attempt(load, f"{folder}/copying", Copying(), mesh),
+        "at once": attempt(save, f"{folder}/odd", saved, mesh, extra=odd),
+        "later": attempt(save, f"{folder}/odd", saved, mesh, extra=odd, asynchronous=True),
+        "dealt": attempt(save, f"{folder}/odd", dealt, mesh, extra=odd),
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, list):
+        return all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
 def statistics(folder: str, mesh: Mesh) -> set[float]:
@@ -351,6 +417,19 @@ def statistics(folder: str, mesh: Mesh) -> set[float]:
     return {value for buffer in made[1].buffers() for value in buffer.flatten().tolist()}
 
 
+def check_beside(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["read"] == [] and ranks[0]["names"]
+    assert ranks[0]["file"] == {f"{number}.{name}" for number in range(2) for name in ("weight", "bias", "seen")}
+    for case, words in {
+        "copying": "drawn in state_dict() of Copying is neither a parameter nor a buffer",
+        "at once": "cannot pickle 'generator' object\"); leave out of extra what cannot be pickled",
+        "later": "cannot pickle 'generator' object\"); leave out of extra what cannot be pickled",
+        "dealt": "cannot pickle 'generator' object\"); leave out of extra what cannot be pickled",
+    }.items():
+        answers = {rank[case] for rank in ranks}
+        assert len(answers) == 1 and words in answers.pop(), (case, answers)
+
+
 def test_random_numbers_go_on(tmp_path: Path) -> None:
     ranks = run_ranks(draws, 4, str(tmp_path))
     saved = [rank["saved"] for rank in ranks]
@@ -359,6 +438,7 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     assert [rank["other"] for rank in ranks] == [saved[0]] * 4
     assert [rank["alike again"] for rank in ranks] == [rank["alike"] for rank in ranks]
     assert [rank["statistics"] for rank in ranks] == [{0.0}] * 4  # the first rank's, as stock
+    check_beside([rank["beside"] for rank in ranks])
     written = {name: sorted(file.name for file in (tmp_path / name).glob("random_*")) for name in ("random", "alike")}
     assert written["random"] == [f"random_{rank}.pickle" for rank in range(4)]
     assert written["alike"] == ["random_0.pickle", "random_2.pickle"]

@@ -23,6 +23,9 @@ from axonn_plugins.cluster.launch import RankFailed
 from axonn_tp import Mesh
 from axonn_tp.checkpoint import CheckpointError, files, latest, load, save
 from axonn_tp.checkpoint.optimizer import optimizer_state, optimizer_targets, whole_pieces
+from axonn_tp.checkpoint.ranks import Ranks
+from axonn_tp.checkpoint.state import model_state
+from axonn_tp.checkpoint.training import Reading
 from tests.distributed import run_ranks
 from tests.matrix import thorough
 
@@ -291,6 +294,17 @@ def test_files_that_another_rank_wrote_elsewhere_are_missed(tmp_path: Path) -> N
     assert held(tmp_path / "one") == 1.0
 
 
+@pytest.mark.parametrize("times", [0, 2])
+def test_pieces_that_are_missing_or_twice_are_refused(times: int, tmp_path: Path) -> None:
+    model = small(1.0)
+    save(tmp_path / "one", model, None)
+    reading = Reading(tmp_path / "one", Ranks(None))
+    stored: Any = reading._metadata.state_dict_metadata["model.0.weight"]
+    stored.chunks = stored.chunks * times
+    with pytest.raises(CheckpointError, match=r"have not each element of model.0.weight once, of shape \(5, 3\)"):
+        reading.read(model_state(model)[0])
+
+
 def test_two_that_write_one_folder_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As two runs, or every rank of DistributedDataParallel by itself: the one before gave its place to files of both."""
     save(tmp_path / "one", small(1.0), None)
@@ -352,6 +366,21 @@ def test_hooks_of_load_state_dict_are_called(tmp_path: Path) -> None:
     save(tmp_path / "one", nn.Sequential(saved), None)
     load(tmp_path / "one", other, None)
     assert torch.equal(other[0].norm, saved.norm)
+
+
+def test_a_load_that_is_not_strict(tmp_path: Path) -> None:
+    """As torch's: weights that are here or there alone stay out, and shapes have to fit all the same."""
+    save(tmp_path / "one", small(1.0), None)
+    more, fewer = nn.Sequential(*small(2.0), nn.Linear(2, 2)), nn.Sequential(small(2.0)[0])
+    last = more[2].weight.detach().clone()
+    for model in (more, fewer):
+        with pytest.raises(CheckpointError, match="load it into the model that was saved"):
+            load(tmp_path / "one", model, None)
+        load(tmp_path / "one", model, None, strict=False)
+        assert model[0].weight.eq(1).all()
+    assert more[1].weight.eq(1).all() and torch.equal(more[2].weight, last)
+    with pytest.raises(CheckpointError, match="0.weight has shape"):
+        load(tmp_path / "one", nn.Sequential(nn.Linear(4, 5)), None, strict=False)
 
 
 def test_channels_last(tmp_path: Path) -> None:

@@ -236,6 +236,32 @@ def snipped(folder: str) -> list[list[float]]:
     return [*found, train_plain(run, other, range(MIDDLE, STEPS))[0]]
 
 
+def frozen(folder: str) -> list[Any]:
+    """The masks of a run, and what is left of them behind one in which a pruned layer, with a kept weight of 0, is frozen."""
+
+    def made(freeze: bool, given: bool = False) -> Run:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)).double()
+        model[0].requires_grad_(not freeze)
+        parameters = list(model.parameters()) if given else None
+        return compose(model, adamw, {**grid(gz=2), "samo": {"sparsity": 0.5}}, parameters=parameters)
+
+    def masks(run: Run) -> dict[str, list[bool]]:
+        pruning: Any = run._composition.pruning
+        return {name: mask.flatten().tolist() for name, mask in pruning.masks(run.optimizer).items()}
+
+    runs = [made(False), made(True), made(True, given=True), made(False)]
+    with torch.no_grad():
+        next(runs[0].model.parameters()).zero_()
+    found = [masks(runs[0])]
+    for place, run in enumerate(runs):
+        if place:
+            run.load(f"{folder}/{place - 1}", states=False)
+            found.append(masks(run))
+        run.save(f"{folder}/{place}")
+    return found
+
+
 def refused(folder: str) -> dict[str, Any]:
     """Sentences, and whether a run that was refused is as it was."""
     case = Case({**grid(gx=2), "samo": {"sparsity": 0.7}})
@@ -273,7 +299,7 @@ def refused(folder: str) -> dict[str, Any]:
 def everything(folder: str, moves: dict[str, tuple[Case, Case]]) -> dict[str, Any]:
     ready(staged=False)
     found = {name: attempt(moved, f"{folder}/{name}", *longer(*pair)) for name, pair in moves.items()}
-    for function in (under_deepspeed, schedules, dense, halves, rolled_back, regrown, snipped, refused):
+    for function in (under_deepspeed, schedules, dense, halves, rolled_back, regrown, snipped, frozen, refused):
         found[function.__name__] = attempt(function, f"{folder}/{function.__name__}")
     return found
 
@@ -341,6 +367,12 @@ def test_a_regrowth_that_was_put_off_is_made(ranks: list[dict[str, Any]]) -> Non
 def test_first_gradients_of_before_a_checkpoint_count(ranks: list[dict[str, Any]]) -> None:
     wanted, resumed = of(ranks, "snipped")
     assert resumed == pytest.approx(wanted, rel=CLOSE)
+
+
+def test_masks_of_what_is_frozen_are_kept(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        first, *others = rank["frozen"]
+        assert others == [first] * 3 and any(first["0.weight"]) and not all(first["0.weight"])
 
 
 def test_float32_weights_go_on_bit_by_bit(ranks: list[dict[str, Any]]) -> None:

@@ -132,7 +132,7 @@ def test_a_pruned_checkpoint_is_read_dense(tmp_path: Path) -> None:
 
 
 def scaled(folder: str) -> tuple[list[float], list[float]]:
-    """Norms of a run in fp16 whose loss scale grows with each step, and of one that goes on from its middle."""
+    """Norms of a run in fp16 whose loss scale grows with each step, and of one that goes on from its middle, read within a step."""
     ready(staged=False)
     growing = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}
     (case,) = longer(Case({**grid(gx=2), "offload_optimizer": {}}, 1, extra={"fp16": growing}))
@@ -142,6 +142,9 @@ def scaled(folder: str) -> tuple[list[float], list[float]]:
     found = [train(engine, case, range(MIDDLE, case.steps))[1]]
     engine.destroy()
     engine = start(case)
+    ids = case.batches(readers_of(case, engine))[0][0][engine.mesh.rank("batch")]
+    engine.backward(engine(ids[:, :-1], ids[:, 1:]))
+    engine.step()
     engine.load_checkpoint(folder)
     found.append(train(engine, case, range(MIDDLE, case.steps))[1])
     engine.destroy()

@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from axonn_plugins.autoload import activate
 from axonn_plugins.config import ConfigError
+from axonn_plugins.hosts.common import complete
+from axonn_tp.checkpoint import files, sums
 from tests import groups
 from tests.deepspeed import samo_training, ted_training, test_checkpoint, test_ted_checkpoint, training
 from tests.deepspeed.scripts import one_sentence
@@ -125,6 +127,33 @@ def with_full_disk(look: Callable[[], Any]) -> Any:
         torch.save = save
 
 
+def with_instead(module: Any, name: str, rank: int, made: Callable[..., Any], look: Callable[[], Any]) -> Any:
+    """Look while a function of a module is another one on one rank."""
+    before = getattr(module, name)
+    if dist.get_rank() == rank:
+        setattr(module, name, made)
+    try:
+        return look()
+    finally:
+        setattr(module, name, before)
+
+
+def unread(folder: Path, names: Any) -> Any:
+    raise OSError(errno.EIO, "Input/output error", str(folder))
+
+
+def begun_anew(folder: Path) -> Callable[..., list[int]]:
+    """Another run begins to write a checkpoint while its files are summed up."""
+    own = complete._summed
+
+    def summed(*given: Any) -> list[int]:
+        found = own(*given)
+        files.begin(folder)
+        return found
+
+    return summed
+
+
 def looked(path: str, folder: Path) -> dict[str, Any]:
     engine = PATHS[path]()
     engine.save_checkpoint(str(folder), "one", client_state={"note": 7})
@@ -177,6 +206,17 @@ def otherwise(folder: Path) -> dict[str, Any]:
     gone["a file"] = told(engine.save_checkpoint, str(folder / "latest"), "one")
     gone["no folder"] = told(engine.save_checkpoint, "", "one")
     gone["no tag"] = told(engine.save_checkpoint, str(folder), "")
+    gone["no place"] = told(engine.save_checkpoint, str(folder), "latest/three")
+    gone["unreadable"] = with_instead(
+        sums, "cut", 1, unread, partial(told, engine.save_checkpoint, str(folder), "three")
+    )
+    gone["begun anew"] = with_instead(
+        complete,
+        "_summed",
+        0,
+        begun_anew(folder / "three"),
+        partial(told, engine.save_checkpoint, str(folder), "three"),
+    )
     gone["saves differ"] = told(engine.save_checkpoint, str(folder), "one" if dist.get_rank() else "two")
     return gone
 
@@ -231,6 +271,9 @@ def test_every_file(path: str, ranks: list[dict[str, Any]]) -> None:
         ("by tag", "loaded"),
         ("ranks differ", "rank 1 would load 'one' and rank 0 'two'"),
         ("saves differ", "rank 1 saves "),
+        ("no place", 'latest/three.incomplete" cannot be used: Not a directory; give another'),
+        ("unreadable", 'three.incomplete" cannot be used: Input/output error'),
+        ("begun anew", "for another process has begun to write it, too; give each run a folder of its own"),
         ("no folder", 'save_dir = "" names no folder; name one'),
         ("no tag", "tag = '' names no checkpoint; give a name"),
         ("a file", '/latest" cannot be used: File exists; give another'),

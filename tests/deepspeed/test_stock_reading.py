@@ -273,8 +273,8 @@ def test_refused(mistake: str, words: str, ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "pruned", "of plain PyTorch"])
-def test_all_of_a_checkpoint_becomes_stocks(kind: str, tmp_path: Path) -> None:
-    """How far curricula are was left out; masks, of which stock knows nothing, are told."""
+def test_all_of_a_checkpoint_becomes_stocks(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How far curricula are was left out; masks, of which stock knows nothing, are told; and the current folder has a name, too."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
@@ -286,7 +286,9 @@ def test_all_of_a_checkpoint_becomes_stocks(kind: str, tmp_path: Path) -> None:
     if alone := kind == "of plain PyTorch":
         notes |= {"extra": 4, "data": {}, "loss_scale": LossScale(8.0, growth_interval=100, steps=3).state_dict()}
     write(tmp_path / "one" / ("" if alone else "axonn"), shards | states, notes, Ranks(None))
-    said = to_stock(tmp_path / "one", tmp_path / "stock", 2, 1)
+    monkeypatch.chdir(tmp_path / "one")
+    said = to_stock(Path("." if kind == "pruned" else "../one"), tmp_path / "stock", 2, 1)
+    assert (tmp_path / "stock" / "latest").read_text() == "one"
     assert ("its masks do not go along" in said) == (kind == "pruned")
     saved = torch.load(tmp_path / "stock" / "one" / STATES, weights_only=False)
     assert saved["global_steps"] == 1 and saved["skipped_steps"] == 0

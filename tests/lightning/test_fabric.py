@@ -24,6 +24,7 @@ from torchmetrics import SumMetric
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.lightning import AxonnStrategy, files
 from axonn_tp import Grid, Mesh, Options
+from axonn_tp.checkpoint import CheckpointError
 from tests.distributed import run_ranks, same_on_all
 from tests.lightning.adversarial import alternating
 from tests.lightning.models import Language, groups, loader, loss_of
@@ -110,6 +111,12 @@ def every(folder: Path, number_of_grids: dict[int, int]) -> list[Any]:
             ConfigError, match='which only a model can take in; pass yours, as in fabric.load.*"model": model'
         ):
             fabric_of(AxonnStrategy(gx=4)).load(sharded, nothing)
+    fabric, wider = fabric_of(AxonnStrategy(gx=4)), Language()
+    wider.register_buffer("added", torch.zeros(2))
+    model = fabric.setup_module(wider)
+    with pytest.raises(CheckpointError, match="the checkpoint has no model.added;"):
+        fabric.load(sharded, {"model": model})
+    assert fabric.load(sharded, {"model": model}, strict=False)["rest"] == 7
     with pytest.raises(ConfigError, match="not the models a, b and no optimizer; use state_dict_type"):
         fabric_of(AxonnStrategy(gx=4, state_dict_type="sharded")).save(sharded, {"a": Language(), "b": Language()})
     resumed = [

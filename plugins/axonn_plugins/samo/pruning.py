@@ -13,6 +13,7 @@ import samo
 from axonn_plugins.config.base import ConfigError
 from axonn_plugins.config.samo import EarlyBird, Heads, Samo
 from axonn_plugins.samo import report
+from axonn_plugins.samo.frozen import FrozenMasks
 from axonn_plugins.samo.gradients import FirstGradients
 from axonn_plugins.samo.mesh import positions_of, shards_of
 from axonn_plugins.samo.pruners import masks_by
@@ -23,11 +24,6 @@ from samo.targets import targets
 
 Masks = dict[str, Tensor]
 _TOLERANCE = 0.01
-
-
-def serial_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Names of parameters as the model's own, where no other rank has another parameter of the same name."""
-    return {parameter: name for name, parameter in model.named_parameters()}
 
 
 class Pruning:
@@ -64,7 +60,10 @@ class Pruning:
         self.block, self.model, self.mesh = block, model, mesh
         self.pruned = False
         self.names: set[str] = set()
-        self.parameters = {name: parameter for parameter, name in (names or serial_names(model)).items()}
+        named = names or {parameter: name for name, parameter in model.named_parameters()}
+        self.parameters = {name: parameter for parameter, name in named.items()}
+        stepped = {parameter for parameter in trained if parameter.requires_grad}
+        self._frozen = FrozenMasks({name: one for name, one in self.parameters.items() if one not in stepped})
         self._copies, self._tables = copies, tables
         self._targets: dict[str, Tensor] = {}
         self._search: samo.EarlyBird | None = None
@@ -220,6 +219,7 @@ class Pruning:
     def take(self, masks: Mapping[str, Tensor]) -> None:
         """The model is pruned by these masks."""
         self.pruned, self.names = True, self.names | set(masks)
+        self._frozen.take(masks)
         self._search = self.first_gradients = None
 
     def report(self, masks: Mapping[str, Tensor], steps: int) -> None:
@@ -283,6 +283,7 @@ class Pruning:
         """The model is not pruned any more; returns masks that keep all of what was."""
         masks = {name: torch.ones_like(self.parameters[name], dtype=torch.bool) for name in self.names}
         self.pruned, self.names = False, set()
+        self._frozen.forget()
         return masks
 
     def masks(self, optimizer: samo.Optimizer) -> Masks:
@@ -295,11 +296,10 @@ class Pruning:
                 mask = torch.zeros(parameter.numel(), dtype=torch.bool, device=parameter.device)
                 mask[index.positions()] = True
                 found[name] = mask.view(parameter.shape)
+            elif name in indices:  # kept whole
+                found[name] = torch.ones_like(parameter, dtype=torch.bool)
             else:
-                # Kept whole, or frozen: then what is zero stays so.
-                found[name] = (
-                    torch.ones_like(parameter, dtype=torch.bool) if name in indices else parameter.detach() != 0
-                )
+                found[name] = self._frozen.of(name)
         return found
 
     def search_state(self) -> tuple[list[tuple[str, str, Tensor]], dict[str, Any] | None]:

@@ -6,7 +6,6 @@ Every rank reads a share of the bytes, when they have been written and before th
 from __future__ import annotations
 
 import os
-import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -64,11 +63,11 @@ def _same(work: Callable[[], T], what: str) -> T:
     return found[0]
 
 
-def begin(save_dir: str, tag: str) -> str:
-    """Make room for a checkpoint; every rank calls it.
+def begin(save_dir: str, tag: str) -> tuple[str, str]:
+    """Make an empty folder for a checkpoint; every rank calls it.
 
     Returns:
-        The tag to write it under.
+        The tag to write it under, and what `publish` knows by that nobody else has begun to write it since.
 
     Raises:
         ConfigError: ranks name different ones, or there cannot be one.
@@ -83,36 +82,54 @@ def begin(save_dir: str, tag: str) -> str:
 
     _same(named, "saves")
 
-    def make() -> None:
-        shutil.rmtree(Path(save_dir) / f"{tag}{_ASIDE}", ignore_errors=True)
+    def make() -> str:
         Path(save_dir).mkdir(parents=True, exist_ok=True)
+        return files.begin(Path(save_dir) / tag)
 
-    everyone(lambda: None if dist.get_rank() else make())
-    return f"{tag}{_ASIDE}"
+    marks = everyone(lambda: "" if dist.get_rank() else make())
+    return f"{tag}{_ASIDE}", marks[0]
 
 
-def publish(save_dir: str, tag: str, save_latest: bool) -> None:
+def publish(save_dir: str, tag: str, save_latest: bool, mark: str) -> None:
     """Sum up the checkpoint that was begun and give it its name, in the place of an older one; every rank calls it.
 
+    Args:
+        save_dir: where checkpoints are.
+        tag: its name.
+        save_latest: have `latest` name it.
+        mark: what `begin` returned.
+
     Raises:
-        ConfigError: it could not be written to its end.
+        ConfigError: it could not be written to its end, or somebody else has begun to write it.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    aside = Path(save_dir) / f"{tag}{_ASIDE}"
+    aside, pieces = Path(save_dir) / f"{tag}{_ASIDE}", list[sums.Piece]()
     dist.barrier()
-    pieces = sums.cut(aside, _files(aside))
-    _same(lambda: f"{len(pieces)} pieces, {zlib.crc32(repr(pieces).encode()):08x}", f"sees in {aside}")
+
+    def seen() -> str:
+        if rank == 0:
+            files.check_writer(Path(save_dir) / tag, mark)
+        pieces.extend(sums.cut(aside, _files(aside)))
+        return f"{len(pieces)} pieces, {zlib.crc32(repr(pieces).encode()):08x}"
+
+    _same(seen, f"sees in {aside}")
     shares = everyone(lambda: _summed(aside, pieces[rank::world]))
     found = [0] * len(pieces)
     for first, share in enumerate(shares):
         found[first::world] = share
-    everyone(lambda: None if rank else _rename(Path(save_dir), tag, sums.sums_of(pieces, found), save_latest))
+
+    def name() -> None:
+        files.check_writer(Path(save_dir) / tag, mark)
+        (aside / files.WRITER).unlink()
+        _rename(Path(save_dir), tag, sums.sums_of(pieces, found), save_latest)
+
+    everyone(lambda: None if rank else name())
 
 
 def _files(folder: Path) -> list[str]:
     """A checkpoint's files; of a folder that is sealed by itself, the seal."""
     sealed = {seal.parent for seal in folder.rglob(files.MANIFEST)}
-    own = (file for file in folder.rglob("*") if file.is_file())
+    own = (file for file in folder.rglob("*") if file.is_file() and file != folder / files.WRITER)
     kept = [file for file in own if file.parent not in sealed or file.name in (files.MANIFEST, files.MARKER)]
     return sorted(str(file.relative_to(folder)) for file in kept)
 

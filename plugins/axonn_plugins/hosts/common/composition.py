@@ -183,14 +183,19 @@ class Composition:
         """Be dense, as a checkpoint that is to be read; every rank calls it."""
         if self.pruning is not None:
             self.optimizer.zero_grad()
-            self.optimizer.prune(self.pruning.forget())
+            self.prune(self.pruning.forget())
+
+    def prune(self, masks: Masks) -> None:
+        """Prune as a checkpoint is what the optimizer has; of what else is pruned `pruning` keeps the masks. Every rank calls it."""
+        held = {self.optimizer.names[one] for group in self.optimizer.param_groups for one in group["params"]}
+        self.optimizer.prune({name: mask for name, mask in masks.items() if name in held})
 
     def loaded(self) -> None:
-        """A checkpoint has been read: a model that came dense is pruned at once if its step is beyond `start_step`."""
+        """A checkpoint has been read: gradients of before are forgotten, and a model that came dense is pruned if its step is beyond `start_step`."""
+        self.optimizer.zero_grad()
         pruning = self.pruning
         if pruning is None:
             return
-        self.optimizer.zero_grad()
         if pruning.pruned:
             self.optimizer.watch(pruning.watched(self.host.steps))
         elif pruning.block.search is None:

@@ -5,6 +5,7 @@ So a checkpoint tells neither how many ranks shared the states nor whether they 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -112,24 +113,27 @@ class OwnState:
             notes["taken"] = first.taken
         return made, notes
 
-    def take_masks(self, reading: Any) -> None:
-        """Prune as the checkpoint is, which may be dense; every rank calls it."""
+    def take_masks(self, notes: Notes, fill: Callable[[Shards], None]) -> None:
+        """Prune as the checkpoint is, which may be dense; every rank calls it.
+
+        Args:
+            notes: of the checkpoint.
+            fill: reads tensors of it; every rank calls it.
+        """
         # Gradients that no step has consumed are of other weights.
         self._states.zero_grad()
-        pruning, saved = self._pruning, reading.notes.get("samo") or {"pruned": False, "search": None}
+        pruning, saved = self._pruning, notes.get("samo") or {"pruned": False, "search": None}
         if pruning is None:
             return
-        kept = {name for name in reading.notes["tensors"] if name.startswith("samo.")}
+        kept = {name for name in notes["tensors"] if name.startswith("samo.")}
 
         def numbers(key: str) -> Masks:
             parts = {
-                name: torch.zeros_like(parameter, dtype=reading.notes["tensors"][f"samo.{name}.{key}"][1])
+                name: torch.zeros_like(parameter, dtype=notes["tensors"][f"samo.{name}.{key}"][1])
                 for name, parameter in pruning.parameters.items()
                 if f"samo.{name}.{key}" in kept
             }
-            reading.read(
-                {f"samo.{name}.{key}": Shard(t, layout_of(pruning.parameters[name])) for name, t in parts.items()}
-            )
+            fill({f"samo.{name}.{key}": Shard(t, layout_of(pruning.parameters[name])) for name, t in parts.items()})
             return parts
 
         def read(key: str) -> Masks:
@@ -145,7 +149,7 @@ class OwnState:
             pruning.resume_search(saved["search"], read)
             if pruning.first_gradients is not None and saved.get("taken"):
                 pruning.first_gradients.go_on(saved["taken"], numbers(_SUM))
-        self._states.prune(masks)
+        self.composition.prune(masks)
 
     def make_masters(self, notes: Notes) -> None:
         """Room for the float32 weights in the checkpoint."""

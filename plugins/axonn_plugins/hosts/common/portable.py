@@ -136,7 +136,7 @@ class PortableState(ABC):
         pieces = self.pieces if self.own is None else self.own.collect()
         shards, notes = self.ranks.together(lambda: self._collect(extra, pieces, frozen))
         if self.names is not None:
-            notes = merged(self.ranks.gather(self.names.notes(notes, self.names.outward)))
+            notes = merged(self.ranks, self.names.notes(notes, self.names.outward))
         shards = self._outward(shards)
         if self.own is not None:
             masks, notes["samo"] = self.own.masks()
@@ -194,10 +194,10 @@ class PortableState(ABC):
         schedule = schedule and self.scheduler is not None and "scheduler" in notes
         resumed = self.ranks.together(lambda: self._schedule(notes, states)) if schedule else None
         if self.own is not None:
-            self.own.take_masks(reading)
+            self.own.take_masks(reading.notes, lambda parts: self.ranks.together(lambda: reading.read(parts)))
         self.ranks.together(lambda: reading.read(self._outward(shards)))
         hand_over()
-        restore_modules(self.module, notes["model"])
+        restore_modules(self.module, notes["model"], shards)
         if states and self.own is not None:
             self.own.hand_over()
             self.take_scale(notes)

@@ -242,3 +242,5 @@ class OwnStates(CheckedCheckpoints):
     def _after_loading(self) -> None:
         if self.composition is not None:
             self.composition.loaded()
+            # Gradients of the step that was begun are forgotten, and its microbatches with them.
+            self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()

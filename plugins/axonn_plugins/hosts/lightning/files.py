@@ -74,14 +74,14 @@ def load_folder(path: Any, state: Any, mesh: Mesh, strict: bool) -> dict[str, An
         ConfigError: there is not one model, or more than one optimizer.
     """
     if isinstance(state, nn.Module):
-        load(path, state, mesh)
+        load(path, state, mesh, strict=strict)
         return {}
     if not isinstance(state, dict) or not any(isinstance(value, nn.Module) for value in state.values()):
         raise ConfigError(
             f'{path} is a folder of shards, which only a model can take in; pass yours, as in fabric.load({str(path)!r}, {{"model": model}})'
         )
     model, optimizer, rest = _sorted(state)
-    found = load(path, model, mesh, optimizer)["rest"]
+    found = load(path, model, mesh, optimizer, strict=strict)["rest"]
     for key, value in rest.items():
         if key not in found:
             if strict:

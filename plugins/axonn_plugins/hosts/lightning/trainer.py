@@ -201,14 +201,14 @@ class TrainerStrategy(AxonnStrategy, ParallelStrategy):
             return super().load_checkpoint(checkpoint_path, weights_only)
         assert self.lightning_module is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        optimizer = self._only_optimizer() if fitting else None
-        found = load(checkpoint_path, self.lightning_module, self.mesh, optimizer)
+        optimizer, strict = self._only_optimizer() if fitting else None, self.lightning_module.strict_loading
+        found = load(checkpoint_path, self.lightning_module, self.mesh, optimizer, strict=strict)
         if found.get("state_dict"):
             # Of a callback that averages weights: it saves the average in the model's place, and what it found there, which is in the folder.
             held = self.lightning_module.state_dict()
             held = {name: value.clone() if isinstance(value, Tensor) else value for name, value in held.items()}
             found |= {"current_model_state": held} if found.get("current_model_state") == {} else {}
-            self.lightning_module.load_state_dict(found["state_dict"])
+            self.lightning_module.load_state_dict(found["state_dict"], strict=strict)
         return {**found, "axonn_loaded": True}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

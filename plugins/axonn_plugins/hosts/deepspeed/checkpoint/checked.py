@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from deepspeed.utils import logger
 
 from axonn_plugins.config import ConfigError
 from axonn_plugins.hosts.common.complete import begin, everyone, find, nothing_in, publish
+from axonn_tp.checkpoint.files import abandon
 
 
 class CheckedCheckpoints(DeepSpeedEngine):
@@ -38,15 +38,15 @@ class CheckedCheckpoints(DeepSpeedEngine):
             ConfigError: ranks name different folders or tags, or it cannot be written; the same on every rank.
         """
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
-        aside = begin(save_dir, tag)
+        aside, mark = begin(save_dir, tag)
         keywords |= {"exclude_frozen_parameters": True} if exclude_frozen_parameters else {}
         try:
             with self._told_together():
                 self._write(save_dir, aside, client_state or {}, **keywords)
-            publish(save_dir, tag, save_latest)
+            publish(save_dir, tag, save_latest, mark)
         except ConfigError:
             if dist.get_rank() == 0:  # a full disk needs its place
-                shutil.rmtree(Path(save_dir) / aside, ignore_errors=True)
+                abandon(Path(save_dir) / tag, mark)
             raise
         return True
 

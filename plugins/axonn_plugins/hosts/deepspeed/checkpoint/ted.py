@@ -46,9 +46,6 @@ class TedCheckpoints(GridCheckpoints):
             self._write_portable(Path(save_dir) / tag, client_state, **keywords)
             return
         folder = Path(save_dir) / tag
-        if dist.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
         state = self._write_portable(folder, client_state, **keywords)
         shapes = save_states(self, folder, folder / PORTABLE, state)
         self._save_stock(folder, {**client_state, "param_shapes": shapes}, **keywords)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,8 +57,9 @@ def to_stock(source: Path, target: Path, ranks: int, stage: int) -> str:
     shutil.rmtree(aside, ignore_errors=True)
     try:
         reading = Reading(files, Ranks(None))
-        _write(reading, source, aside / source.name, ranks, stage)
-        (aside / "latest").write_text(source.name)
+        tag = os.path.basename(os.path.abspath(source))  # of "." as well
+        _write(reading, source, aside / tag, ranks, stage)
+        (aside / "latest").write_text(tag)
         aside.rename(target)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
