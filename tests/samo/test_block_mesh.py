@@ -284,3 +284,22 @@ def overflowing():
 
 def test_a_regrowth_waits_for_finite_gradients():
     assert run_ranks(overflowing, 1) == [[4, 5, 7]]
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.experts, self.gate = nn.Embedding(5, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+
+def kept_whole():
+    """Names of what is pruned where the block names nothing, something that is whole anyway, and the router."""
+    found = []
+    for patterns in ({}, {"exclude": ["gate.*", "words.weight"]}, {"include": ["gate.weight"]}):
+        run = compose(Mixed(), ADAMW, {"samo": {"sparsity": 0.5, **patterns}})
+        found.append(run._composition.pruning.names)
+    return found
+
+
+def test_tables_and_routers_stay_whole():
+    assert run_ranks(kept_whole, 1) == [[{"experts.weight"}, {"experts.weight"}, {"gate.weight"}]]
