@@ -96,6 +96,7 @@ def patch_trainer(module: ModuleType) -> None:
     for name in ("_get_train_sampler", "_get_eval_sampler"):
         setattr(trainer, name, _grouping(getattr(trainer, name), module.LengthGroupedSampler))
     trainer.__init__ = _choosing(trainer.__init__)
+    trainer._hp_search_setup = _choosing_anew(trainer._hp_search_setup)
     trainer.create_accelerator_and_postprocess = _marking(trainer.create_accelerator_and_postprocess)
     trainer_sums.patch(module)
     evaluating_first.patch(module)
@@ -148,12 +149,30 @@ def _choosing(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def _choosing_anew(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def _hp_search_setup(self: Any, trial: Any) -> None:
+        """The Trainer's, which reads the configuration again for each trial; batches are the script's, or the trial's, until sizes are chosen for them."""
+        for name, (given, settled) in vars(self).get("axonn_batches", {}).items():
+            if trial is not None and getattr(self.args, name) == settled:
+                setattr(self.args, name, given)
+        original(self, trial)
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        if plugin is not None and open_sizes(plugin.deepspeed_config):
+            _settle(self, plugin.deepspeed_config)
+
+    return _hp_search_setup
+
+
 def _settle(self: Any, raw: dict[str, Any]) -> None:
     args = self.args
     micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     of_reader = settle(raw, self.model, micro, steps, self.accelerator.state.num_processes)
-    args.per_device_train_batch_size = of_reader
-    args.per_device_eval_batch_size = max(args.per_device_eval_batch_size * of_reader // micro, 1)
+    read = max(args.per_device_eval_batch_size * of_reader // micro, 1)
+    chosen = {"per_device_train_batch_size": of_reader, "per_device_eval_batch_size": read}
+    self.axonn_batches = {name: (getattr(args, name), size) for name, size in chosen.items()}
+    for name, size in chosen.items():
+        setattr(args, name, size)
     self._train_batch_size = args.train_batch_size
 
 
