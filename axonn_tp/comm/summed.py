@@ -1,6 +1,7 @@
 """Optimizers that step by gradients which nobody has summed over the ranks that read other samples, as where `sync_gradients` was forgotten.
 
-Or by options that are not the same on all ranks. Gradients that were summed, by whomever, have one norm on all ranks that sum them. Norms are told by way of the store, in fewer and fewer steps.
+Or by options that are not the same on all ranks. Gradients that were summed, by whomever, have one norm on all ranks that sum them. Norms are told by
+way of the store, in fewer and fewer steps.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Pruning:
     Args:
         block: the ``"samo"`` key.
         model: this rank's part of the model.
-        trained: the parameters that the optimizer has; others are not pruned.
+        trained: the parameters that the optimizer has; others, and frozen ones among them, are not pruned.
         mesh: how the model is split, or the mesh of this rank's stage.
         names: of parameters, as the serial model has them.
         copies: how many stages hold a parameter of this name; 1 where it is not tied.
@@ -111,9 +111,11 @@ class Pruning:
         shapes |= {name: shape for name, (shape, _) in others.items()}
         found = targets(known, self._include, block.exclude, shapes)
         whole = self._whole_by_default() if self._include is None else set()
-        self._targets = {name: p for name, p in found.items() if p in trained and name not in whole}
+        self._targets = {n: p for n, p in found.items() if p in trained and p.requires_grad and n not in whole}
         if not any(_everyone(bool(self._targets))):
-            raise ValueError("include and exclude leave no parameter to prune; correct the patterns")
+            raise ValueError(
+                "include and exclude leave no parameter to prune among those that are trained; correct the patterns"
+            )
         self._begin_search()
 
     @property
