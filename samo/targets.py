@@ -39,9 +39,10 @@ def targets(
 ) -> dict[str, Tensor]:
     """The parameters to prune, in the order of the model, frozen ones too.
 
-    By default all floating-point parameters of two dims or more, but not the tables of `nn.Embedding`: as in pruned
+    By default all floating-point parameters of two dims or more, of which two are not 1: scales of channels or of weight
+    normalisation and class tokens are vectors in whatever dims they stand. Not the tables of `nn.Embedding`: as in pruned
     transformers commonly published, of which each row is read for few tokens. An output layer tied to such a table stays
-    whole with it. Nor are routers of mixtures (`samo.routers`), each row of which decides for a whole expert, and which are few
+    whole with it. Nor routers of mixtures (`samo.routers`), each row of which decides for a whole expert, and which are few
     of all elements. Pairs of names and parameters do not say which are tables or routers: name these in `exclude`.
 
     Args:
@@ -55,14 +56,14 @@ def targets(
         ValueError: a pattern fits no parameter, or only vectors.
     """
     parameters, aliases = names_of(model)
-    dims = {name: len(shapes[name]) if shapes else parameter.dim() for name, parameter in parameters.items()}
-    able = [name for name, parameter in parameters.items() if dims[name] > 1 and parameter.is_floating_point()]
-    chosen = set(able)
+    sizes = {name: shapes[name] if shapes else parameter.shape for name, parameter in parameters.items()}
+    able = [name for name, parameter in parameters.items() if len(sizes[name]) > 1 and parameter.is_floating_point()]
     if include is not None:
-        chosen &= _matching("include", include, aliases, able)
-    elif isinstance(model, nn.Module):
-        whole = {id(parameter) for parameter in [*tables_in(model), *routers_in(model)]}
-        chosen -= {name for name in able if id(parameters[name]) in whole}
+        chosen = _matching("include", include, aliases, able).intersection(able)
+    else:
+        modules = [model] if isinstance(model, nn.Module) else []
+        whole = {id(parameter) for module in modules for parameter in [*tables_in(module), *routers_in(module)]}
+        chosen = {n for n in able if id(parameters[n]) not in whole and sum(size != 1 for size in sizes[n]) > 1}
     if exclude is not None:
         chosen -= _matching("exclude", exclude, aliases, None)
     return {name: parameters[name] for name in able if name in chosen}

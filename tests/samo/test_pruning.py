@@ -140,6 +140,19 @@ ROUTERS = {
 }
 
 
+def test_vectors_in_several_dims_stay_whole():
+    """A class token, scales of channels and those of weight normalisation, of which a share would take channels away whole."""
+    model = nn.ModuleDict(
+        {"body": torch.nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)), "head": nn.Linear(5, 1)}
+    )
+    model.token, model.scale = nn.Parameter(torch.randn(1, 1, 6)), nn.Parameter(torch.randn(5, 1, 1))
+    model.places = nn.Parameter(torch.randn(1, 4, 6))
+    wanted = {"body.parametrizations.weight.original1", "places"}
+    pairs = list(model.named_parameters())
+    assert set(samo.magnitude(model, 0.5)) == set(samo.magnitude(pairs, 0.5)) == wanted
+    assert set(samo.magnitude(model, 0.5, include=["head.weight", "token"])) == {"head.weight", "token"}
+
+
 def test_routers_stay_whole():
     model = Mixtures()
     matrices = {name for name, p in model.named_parameters() if p.dim() == 2}
