@@ -101,7 +101,7 @@ class Pruning:
         if block.mask is not None:
             self._read()
             return
-        known = list(self.parameters.items())
+        known: list[tuple[str, Tensor]] = list(self.parameters.items())
         shapes = {name: layout_of(parameter).serial_shape for name, parameter in known}
         # Patterns need not fit every stage: for what other ranks have there are stand-ins.
         named = self._include is not None or block.exclude is not None
