@@ -71,6 +71,12 @@ def select(
     matrices = Matrices(parameters, shards, stacks)
     found = Magnitudes(matrices.parameters, matrices.shards, None if scores is None else matrices.split(scores))
     masks = smallest(found, sparsity, scope)
+    if scores is None and found.undecided:
+        warnings.warn(
+            f"samo: all magnitudes are equal in {_listed([repr(name) for name in found.undecided])}, as of a layer that begins with zeros, so that they do not "
+            "say which to prune and its first rows went; prune once it has learned (start_step), or exclude it",
+            stacklevel=3,
+        )
     require_alive(found, masks, sparsity, scope)
     return matrices.joined(masks)
 

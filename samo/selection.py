@@ -141,6 +141,9 @@ class Magnitudes:
         shards: of a model whose parts are on several ranks.
         scores: of the parameters' shapes, by name, which are to be selected by in their place, signs and all; None: magnitudes.
 
+    Attributes:
+        undecided: names of those in the last selection of which some were pruned, and all of whose magnitudes are equal.
+
     Raises:
         ValueError: there is a NaN among them, on any rank.
     """
@@ -173,6 +176,7 @@ class Magnitudes:
             )
         self.sizes = dict(zip(self.names, counts.tolist(), strict=True))
         self._wide = bool(wide.any())
+        self.undecided: list[str] = []
 
     def keep(self, groups: Sequence[tuple[Sequence[str], int]]) -> dict[str, Tensor]:
         """Masks that are false for the `count` smallest magnitudes of all elements of each group, and for padding.
@@ -281,6 +285,8 @@ class Magnitudes:
                 elif count > 0:
                     divided[name] = count
                 count = max(count - here[name], 0)
+
+        self.undecided = [name for name in divided if here[name] == self.sizes[name]]
 
         def positions() -> Iterator[tuple[int, Tensor, float]]:
             for number, name in enumerate(divided):

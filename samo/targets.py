@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from samo.routers import routers_in
+
 Parameters = nn.Module | Iterable[tuple[str, Tensor]]
 
 
@@ -37,13 +39,15 @@ def targets(
 ) -> dict[str, Tensor]:
     """The parameters to prune, in the order of the model, frozen ones too.
 
-    By default all floating-point parameters of two dims or more, but not the tables of `nn.Embedding`: as in pruned
+    By default all floating-point parameters of two dims or more, of which two are not 1: scales of channels or of weight
+    normalisation and class tokens are vectors in whatever dims they stand. Not the tables of `nn.Embedding`: as in pruned
     transformers commonly published, of which each row is read for few tokens. An output layer tied to such a table stays
-    whole with it. Pairs of names and parameters do not say which are tables: name these in `exclude`.
+    whole with it. Nor routers of mixtures (`samo.routers`), each row of which decides for a whole expert, and which are few
+    of all elements. Pairs of names and parameters do not say which are tables or routers: name these in `exclude`.
 
     Args:
         model: a module, or pairs of name and parameter.
-        include: patterns (``*``, ``?``, ``[...]``) of names: only these, tables of embeddings too. Vectors, such as biases
+        include: patterns (``*``, ``?``, ``[...]``) of names: only these, tables of embeddings and routers too. Vectors, such as biases
             and the weights of norms, are never pruned. ``["*"]`` is every tensor of two dims or more.
         exclude: patterns of names: not these.
         shapes: by name, of the whole parameter where `model` holds a part of it.
@@ -52,13 +56,14 @@ def targets(
         ValueError: a pattern fits no parameter, or only vectors.
     """
     parameters, aliases = names_of(model)
-    dims = {name: len(shapes[name]) if shapes else parameter.dim() for name, parameter in parameters.items()}
-    able = [name for name, parameter in parameters.items() if dims[name] > 1 and parameter.is_floating_point()]
-    chosen = set(able)
+    sizes = {name: shapes[name] if shapes else parameter.shape for name, parameter in parameters.items()}
+    able = [name for name, parameter in parameters.items() if len(sizes[name]) > 1 and parameter.is_floating_point()]
     if include is not None:
-        chosen &= _matching("include", include, aliases, able)
-    elif isinstance(model, nn.Module):
-        chosen -= _tables(model, aliases)
+        chosen = _matching("include", include, aliases, able).intersection(able)
+    else:
+        modules = [model] if isinstance(model, nn.Module) else []
+        whole = {id(parameter) for module in modules for parameter in [*tables_in(module), *routers_in(module)]}
+        chosen = {n for n in able if id(parameters[n]) not in whole and sum(size != 1 for size in sizes[n]) > 1}
     if exclude is not None:
         chosen -= _matching("exclude", exclude, aliases, None)
     return {name: parameters[name] for name in able if name in chosen}
@@ -70,12 +75,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return repr(found[0]) if found else "none"
 
 
-def _tables(model: nn.Module, aliases: Mapping[str, str]) -> set[str]:
-    return {
-        aliases[f"{name}.weight" if name else "weight"]
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module._parameters.get("weight") is not None
-    }
+def tables_in(model: nn.Module) -> list[Tensor]:
+    """The tables of a model's embeddings."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    found = (module._parameters.get("weight") for module in model.modules() if isinstance(module, kinds))
+    return [weight for weight in found if weight is not None]
 
 
 def _matching(key: str, patterns: Sequence[str], aliases: Mapping[str, str], able: Sequence[str] | None) -> set[str]:

@@ -1,6 +1,7 @@
 """Optimizers that step by gradients which nobody has summed over the ranks that read other samples, as where `sync_gradients` was forgotten.
 
-Gradients that were summed, by whomever, have one norm on all ranks that sum them. Norms are told by way of the store, in fewer and fewer steps.
+Or by options that are not the same on all ranks. Gradients that were summed, by whomever, have one norm on all ranks that sum them. Norms are told by
+way of the store, in fewer and fewer steps.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from axonn_tp.comm.clipping import owner_of
 from axonn_tp.comm.gradients import summed_over
+from axonn_tp.comm.same_options import SameOptions
 from axonn_tp.comm.telling import Telling
 from axonn_tp.grid.mesh import Mesh
 
@@ -29,6 +31,7 @@ class _Steps:
     def __init__(self) -> None:
         self.count = 0
         self.tellings: dict[dist.ProcessGroup, Telling] = {}
+        self.options = SameOptions()
 
 
 _seen: WeakKeyDictionary[Optimizer, _Steps] = WeakKeyDictionary()
@@ -44,13 +47,15 @@ def look_at_sums(optimizer: Optimizer, given: tuple[Any, ...], named: Mapping[st
         named: of those with names.
 
     Raises:
-        ValueError: in an earlier step its gradients were no sums; the same on all ranks that sum them, some steps later.
+        ValueError: in an earlier step its gradients were no sums, or its options were others on another rank; the same on all ranks, some
+            steps later.
     """
-    if named.get("closure", given[1] if len(given) > 1 else None) is not None:
-        return  # gradients are yet to come
     if hasattr(optimizer, "axonn_in_parts"):
         return  # one of ours holds it
     steps = _seen.setdefault(optimizer, _Steps())
+    steps.options.look(type(optimizer).__name__, lambda: _grids_of(optimizer), dict(enumerate(optimizer.param_groups)))
+    if named.get("closure", given[1] if len(given) > 1 else None) is not None:
+        return  # gradients are yet to come
     for telling in steps.tellings.values():
         found = telling.heard()
         if found is not None:
@@ -61,6 +66,11 @@ def look_at_sums(optimizer: Optimizer, given: tuple[Any, ...], named: Mapping[st
     for group, parameters in _by_group(optimizer).items():
         telling = steps.tellings.setdefault(group, Telling(group, f"norms of {len(parameters)} gradients"))
         telling.tell(_written([_norm(parameter) for parameter in parameters]))
+
+
+def _grids_of(optimizer: Optimizer) -> set[dist.ProcessGroup]:
+    owners = {owner_of(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {mesh.group("grid") for mesh in owners if isinstance(mesh, Mesh)}
 
 
 def _by_group(optimizer: Optimizer) -> dict[dist.ProcessGroup, list[Tensor]]:

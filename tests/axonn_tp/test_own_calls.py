@@ -207,6 +207,14 @@ def refusals() -> None:
             ):
                 loss_of(model, mesh.shard_batch(x)).backward()
                 forgotten.step()
+        own_rates, alone = torch.optim.SGD(model.parameters(), 0.1 + dist.get_rank()), mesh.grid.world == 1
+        backward(model, x, mesh)
+        own_rates.step()
+        backward(model, x, mesh)
+        with (
+            nullcontext() if alone else pytest.raises(ValueError, match=r"lr = 0\.1 in parameter group 0 on rank 0 and")
+        ):
+            own_rates.step()
         matrices = [model.up.weight, model.down.weight]
         for optimizer in (
             torch.optim.LBFGS(model.parameters()),

@@ -154,6 +154,7 @@ SCRIPTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "no optimizer": ("more = {'optimizer': None}", ("no optimizer",)),
     "no file": ("samo['pruner'] = {'mask': 'none.pt'}", ("none.pt", "does not exist")),
     "no match": ("samo['include'] = ['2.weight']", ("2.weight", "no parameter")),
+    "all frozen": ("[p.requires_grad_(p.dim() < 2) for p in net.parameters()]", ("no parameter to prune", "trained")),
     "nothing left": ("samo['exclude'] = ['*']", ("no parameter to prune",)),
     "not element-wise": (
         "class Lamb(torch.optim.SGD): pass\nkeywords['optimizer'] = Lamb(net.parameters(), lr=0.1)",

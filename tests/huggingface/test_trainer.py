@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 import tempfile
 from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,3 +242,33 @@ def too_early() -> str:
     except axonn_plugins.config.ConfigError as error:
         return str(error)
     return "no error"
+
+
+def swept(grid: dict[str, Any] | None, readers: int) -> list[list[float]]:
+    """What each trial of a search logs; by optuna's way through the Trainer, without optuna."""
+    from transformers import integrations
+
+    integrations.hp_params = lambda trial: trial.params
+    sys.modules.setdefault("optuna", ModuleType("optuna"))
+    case = Case(samples=12, arguments={"num_train_epochs": 1, "eval_strategy": "epoch"})
+    used = trainer(case, grid and {"tensor_parallel": grid}, readers, same_on_all(tempfile.mkdtemp()))
+    used.model_init, used.hp_name, used.hp_space = lambda: gpt2(), None, lambda trial: trial.params
+    used.hp_search_backend = transformers.trainer_utils.HPSearchBackend.OPTUNA
+    used.compute_objective = transformers.trainer_utils.default_compute_objective
+    found = []
+    for number, few in enumerate((4, 2, None)):
+        batches = {} if few is None else {"per_device_train_batch_size": few // readers}
+        used.train(trial=SimpleNamespace(number=number, params={"learning_rate": 1e-2 / (number + 1), **batches}))
+        logged = [entry.get("loss", entry.get("eval_loss")) for entry in used.state.log_history]
+        found.append([float(loss) for loss in logged if loss is not None])
+    return found
+
+
+def test_sizes_are_chosen_for_each_trial_of_a_search() -> None:
+    """For as many samples in a step as the trial, or the one before, says, and not for those of a reader that was chosen before."""
+    plan = {"transformer.h.*.mlp.c_fc": {"kind": "normal"}, "transformer.h.*.mlp.c_proj": {"kind": "transposed"}}
+    wanted = run_ranks(attempt, 1, partial(swept, None, 1))[0]
+    assert [len(losses) for losses in wanted] == [4, 7, 7]
+    for found in run_ranks(attempt, 2, partial(swept, {"gx": 2, "gy": "auto", "gz": 1, "plan": plan}, 2)):
+        for losses, one in zip(found, wanted, strict=True):
+            assert losses == pytest.approx(one, rel=1e-5)

@@ -50,6 +50,21 @@ def test_a_matrix_of_which_little_is_kept_is_named_in_a_warning():
         samo.magnitude(model, 0.75, "global")
 
 
+def test_a_matrix_whose_magnitudes_are_equal_is_named_in_a_warning():
+    """As LoRA's second matrix, and what ends a residual block, are zero at first: which go is their order's alone."""
+    model = uneven()
+    nn.init.zeros_(model[1].weight)
+    for scope in ("layer", "global"):
+        with pytest.warns(UserWarning, match="all magnitudes are equal in '1.weight', as of a layer that begins"):
+            masks = samo.magnitude(model, 0.2, scope)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        samo.random(model, 0.5)
+        samo.regrow(
+            {"1.weight": model[1].weight}, {"1.weight": torch.zeros(8, 16)}, {"1.weight": masks["1.weight"]}, 0.5
+        )
+
+
 @pytest.mark.parametrize("sparsity", [1.0, 1])
 def test_all_of_it_is_refused(sparsity):
     for scope in ("layer", "global"):

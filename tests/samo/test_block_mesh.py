@@ -15,7 +15,9 @@ from torch.nn.utils import prune
 
 import axonn_tp
 import samo
+from axonn_plugins.config.samo import Samo
 from axonn_plugins.hosts.plain import compose
+from axonn_plugins.samo.pruning import Pruning
 from tests.distributed import run_ranks, same_on_all
 from tests.matrix import thorough
 from tests.samo.reference import Masked
@@ -284,3 +286,25 @@ def overflowing():
 
 def test_a_regrowth_waits_for_finite_gradients():
     assert run_ranks(overflowing, 1) == [[4, 5, 7]]
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.experts, self.gate = nn.Embedding(5, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+
+def kept_whole():
+    """Names of what is pruned where the block names nothing, something that is whole anyway, and the router; and beside a frozen layer."""
+    found = []
+    for patterns in ({}, {"exclude": ["gate.*", "words.weight"]}, {"include": ["gate.weight"]}):
+        run = compose(Mixed(), ADAMW, {"samo": {"sparsity": 0.5, **patterns}})
+        found.append(run._composition.pruning.names)
+    model = Mixed()
+    model.lone = nn.Linear(8, 8).requires_grad_(False)
+    found.append(set(Pruning(Samo(sparsity=0.5), model, set(model.parameters()), run.mesh).first()))
+    return found
+
+
+def test_tables_routers_and_what_is_frozen_stay_whole():
+    assert run_ranks(kept_whole, 1) == [[{"experts.weight"}, {"experts.weight"}, {"gate.weight"}, {"experts.weight"}]]

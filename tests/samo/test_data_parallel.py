@@ -298,6 +298,19 @@ def unlike_ranks():
     tried("fewer", lambda: of(ADAMW, groups[: 2 - rank]))
     optimizer = of(ADAMW, groups)
     tried("later", lambda: optimizer.prune(samo.random(model, 0.5, seed=rank)))
+    optimizer = of(ADAMW, groups)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    steps = []
+
+    def go_on():
+        for step in range(6):
+            model(torch.randn(3, 5)).square().mean().backward()
+            optimizer.step()
+            steps.append(step)
+            schedule.step(float(2 * step * rank - step))  # of a loss that falls on rank 0, and rises on rank 1
+
+    tried("own losses", go_on)
+    assert steps == [0, 1, 2, 3], steps
     return found
 
 
@@ -306,6 +319,7 @@ def test_ranks_that_lay_gradients_out_otherwise_are_refused():
         assert {name: text.partition(";")[0] for name, text in found.items() if "mask of" not in text} == {
             "order": "parameter 0 of those whose gradients are summed is '0.weight' of (5, 5), float32 on rank 0 and '2.weight' of (2, 5), float32 on rank 1",
             "rate": "lr of parameter group 0 is 0.1 on rank 0 and 1.1 on rank 1",
+            "own losses": "AdamW has stepped with lr = 0.01 in parameter group 0 on rank 0 and 0.0001 on rank 1, which have parts or replicas of one weight",
             "fewer": "parameter 3 of those whose gradients are summed is '0.bias' of (5,), float32 on rank 0 and not there on rank 1",
         }
         for name in ("masks", "later"):

@@ -118,6 +118,55 @@ def test_what_is_pruned_by_default():
     assert samo.magnitude(nn.LayerNorm(3), 0.5) == {}
 
 
+class Mixtures(nn.Module):
+    """Routers as they come: a layer beside a list, a module of the router's class, a matrix beside stacks; and gates that are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(6, 6)
+        listed = {"gate": nn.Linear(6, 3), "experts": nn.ModuleList(nn.Linear(6, 6) for _ in range(3))}
+        shared = nn.ModuleDict({"gate_proj": nn.Linear(6, 4), "gate": nn.Linear(6, 4)})
+        self.listed = nn.ModuleDict({**listed, "shared_expert": shared, "shared_expert_gate": nn.Linear(6, 1)})
+        kind = type("TopKRouter", (nn.Sequential,), {})
+        self.made = nn.ModuleDict({"chooser": kind(nn.Linear(6, 4), nn.Linear(4, 3)), "experts": nn.Linear(6, 6)})
+        self.stacked = nn.Module()
+        self.stacked.experts, self.stacked.w_gate = nn.Linear(6, 6), nn.Parameter(torch.randn(6, 3))
+        self.feed = nn.ModuleDict({"gate_proj": nn.Linear(6, 8), "router_free": nn.Linear(6, 6)})
+
+
+ROUTERS = {
+    *("listed.gate.weight", "listed.shared_expert_gate.weight", "stacked.w_gate"),
+    *("made.chooser.0.weight", "made.chooser.1.weight"),
+}
+
+
+def test_vectors_in_several_dims_stay_whole():
+    """A class token, scales of channels and those of weight normalisation, of which a share would take channels away whole."""
+    model = nn.ModuleDict(
+        {"body": torch.nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)), "head": nn.Linear(5, 1)}
+    )
+    model.token, model.scale = nn.Parameter(torch.randn(1, 1, 6)), nn.Parameter(torch.randn(5, 1, 1))
+    model.places = nn.Parameter(torch.randn(1, 4, 6))
+    wanted = {"body.parametrizations.weight.original1", "places"}
+    pairs = list(model.named_parameters())
+    assert set(samo.magnitude(model, 0.5)) == set(samo.magnitude(pairs, 0.5)) == wanted
+    assert set(samo.magnitude(model, 0.5, include=["head.weight", "token"])) == {"head.weight", "token"}
+
+
+def test_routers_stay_whole():
+    model = Mixtures()
+    matrices = {name for name, p in model.named_parameters() if p.dim() == 2}
+    assert len(matrices - ROUTERS) == 10
+    assert set(samo.magnitude(model, 0.5)) == set(samo.n_of_m(model, 2, 4)) == matrices - ROUTERS
+    assert set(samo.magnitude(model, 0.5, include=["*"])) == matrices
+    assert set(samo.magnitude(model, 0.5, include=["listed.*gate.*"])) == {
+        "listed.gate.weight",
+        "listed.shared_expert.gate.weight",
+        "listed.shared_expert_gate.weight",
+    }
+    assert set(samo.magnitude(model, 0.5, exclude=["listed.gate.weight"])) == matrices - ROUTERS
+
+
 @pytest.mark.parametrize(
     ("include", "exclude", "expected"),
     [

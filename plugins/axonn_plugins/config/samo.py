@@ -188,8 +188,9 @@ class Samo(Block):
     )
     include: list[str] | None = Field(
         None,
-        description="Patterns of parameter names, of which only these are pruned, tables of embeddings too. By default all matrices and "
-        "convolutions but tables of embeddings. Not with a mask file or whole heads.",
+        description="Patterns of parameter names, of which only these are pruned, tables of embeddings and routers too. By default all "
+        "matrices and convolutions of more than one row and column but tables of embeddings and routers of mixtures of experts. Not with a mask "
+        "file or whole heads.",
     )
     exclude: list[str] | None = Field(
         None, description="Patterns of parameter names that are not pruned. Not with a mask file or whole heads."

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from axonn_plugins.optim.alike import require_alike
 from axonn_plugins.optim.state import load_masters
 from axonn_tp.comm.clipping import clip_by
+from axonn_tp.comm.same_options import SameOptions
 
 if TYPE_CHECKING:
     from axonn_plugins.optim.flat import FlatOptimizer
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _takers: Any = WeakTensorKeyDictionary()
 """For each parameter the `Taker` of its gradients."""
+_options: weakref.WeakKeyDictionary[FlatOptimizer, SameOptions] = weakref.WeakKeyDictionary()
 
 
 class Taker:
@@ -190,7 +192,9 @@ def look_around(optimizer: FlatOptimizer) -> None:
 
     Raises:
         RuntimeError: gradients that would be left out, that were never summed, or of which there are two.
+        ValueError: learning rates or other options were not the same on all ranks in an earlier step.
     """
+    _look_at_options(optimizer)
     _obey_new_states(optimizer)
     _require_members(optimizer)
     if optimizer.superseded is not None:
@@ -215,6 +219,18 @@ def look_around(optimizer: FlatOptimizer) -> None:
             optimizer._take(entry)
     if written := _written_since(optimizer):
         optimizer._written(written)
+
+
+def _look_at_options(optimizer: FlatOptimizer) -> None:
+    mesh, entries = optimizer.mesh, optimizer.entries
+
+    def groups() -> set[dist.ProcessGroup]:
+        summing = {entry.process_group for entry in entries if entry.process_group is not None}
+        return summing if mesh is None else {mesh.group("grid")}
+
+    options = {number: optimizer.param_groups[number] for number in {entry.group for entry in entries}}
+    name = type(optimizer.inner).__name__
+    _options.setdefault(optimizer, SameOptions()).look(name, groups, options)
 
 
 def _require_members(optimizer: FlatOptimizer) -> None:

@@ -19,8 +19,9 @@ from axonn_plugins.samo.mesh import positions_of, shards_of
 from axonn_plugins.samo.pruners import masks_by
 from axonn_tp import Mesh, layout_of
 from samo.mask_file import pack, unpack
+from samo.routers import routers_in
 from samo.stacks import stacks_of
-from samo.targets import targets
+from samo.targets import tables_in, targets
 
 Masks = dict[str, Tensor]
 _TOLERANCE = 0.01
@@ -32,7 +33,7 @@ class Pruning:
     Args:
         block: the ``"samo"`` key.
         model: this rank's part of the model.
-        trained: the parameters that the optimizer has; others are not pruned.
+        trained: the parameters that the optimizer has; others, and frozen ones among them, are not pruned.
         mesh: how the model is split, or the mesh of this rank's stage.
         names: of parameters, as the serial model has them.
         copies: how many stages hold a parameter of this name; 1 where it is not tied.
@@ -99,18 +100,21 @@ class Pruning:
         if block.mask is not None:
             self._read()
             return
-        prunable = self._prunable()
-        shapes = {name: layout_of(parameter).serial_shape for name, parameter in prunable}
+        known: list[tuple[str, Tensor]] = list(self.parameters.items())
+        shapes = {name: layout_of(parameter).serial_shape for name, parameter in known}
         # Patterns need not fit every stage: for what other ranks have there are stand-ins.
         named = self._include is not None or block.exclude is not None
-        told = _everyone({name: (shapes[name], p.dtype) for name, p in prunable}) if named else []
+        told = _everyone({name: (shapes[name], p.dtype) for name, p in known}) if named else []
         others = {name: there for one in told for name, there in one.items() if name not in shapes}
-        prunable += [(name, torch.empty(0, dtype=dtype, device="meta")) for name, (_, dtype) in others.items()]
+        known += [(name, torch.empty(0, dtype=dtype, device="meta")) for name, (_, dtype) in others.items()]
         shapes |= {name: shape for name, (shape, _) in others.items()}
-        found = targets(prunable, self._include, block.exclude, shapes)
-        self._targets = {name: parameter for name, parameter in found.items() if parameter in trained}
+        found = targets(known, self._include, block.exclude, shapes)
+        whole = self._whole_by_default() if self._include is None else set()
+        self._targets = {n: p for n, p in found.items() if p in trained and p.requires_grad and n not in whole}
         if not any(_everyone(bool(self._targets))):
-            raise ValueError("include and exclude leave no parameter to prune; correct the patterns")
+            raise ValueError(
+                "include and exclude leave no parameter to prune among those that are trained; correct the patterns"
+            )
         self._begin_search()
 
     @property
@@ -118,15 +122,10 @@ class Pruning:
         structure = self.block.structure
         return [*structure.rows, *structure.columns] if isinstance(structure, Heads) else self.block.include
 
-    def _prunable(self) -> list[tuple[str, Tensor]]:
-        """Parameters by name, without the tables of embeddings where the block does not name what to prune."""
-        kinds = (nn.Embedding, nn.EmbeddingBag)
-        tables = {id(module.weight) for module in self.model.modules() if isinstance(module, kinds)}
-        return [
-            (name, parameter)
-            for name, parameter in self.parameters.items()
-            if self._include is not None or not (id(parameter) in tables or name in self._tables)
-        ]
+    def _whole_by_default(self) -> set[str]:
+        """Names of tables of embeddings and of routers, which are pruned where the block names what to prune alone."""
+        whole = {id(parameter) for parameter in [*tables_in(self.model), *routers_in(self.model)]}
+        return {name for name, parameter in self.parameters.items() if id(parameter) in whole or name in self._tables}
 
     def _shards(self) -> samo.Shards:
         return shards_of(self.mesh, self._copies)

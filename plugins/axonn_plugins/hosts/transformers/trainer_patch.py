@@ -96,6 +96,9 @@ def patch_trainer(module: ModuleType) -> None:
     for name in ("_get_train_sampler", "_get_eval_sampler"):
         setattr(trainer, name, _grouping(getattr(trainer, name), module.LengthGroupedSampler))
     trainer.__init__ = _choosing(trainer.__init__)
+    trainer.train = _making(trainer.train)
+    trainer.call_model_init = _made(trainer.call_model_init)
+    trainer._hp_search_setup = _choosing_anew(trainer._hp_search_setup)
     trainer.create_accelerator_and_postprocess = _marking(trainer.create_accelerator_and_postprocess)
     trainer_sums.patch(module)
     evaluating_first.patch(module)
@@ -139,21 +142,65 @@ def _choosing(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *inputs: Any, **keywords: Any) -> None:
         original(self, *inputs, **keywords)
         self.axonn_optimizers = self.optimizer, self.lr_scheduler
-        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        if plugin is not None and open_sizes(plugin.deepspeed_config):
-            _settle(self, plugin.deepspeed_config)
+        _settle_open(self, self.model)
         refuse_orders(self)
         refuse_heads(self)
 
     return __init__
 
 
-def _settle(self: Any, raw: dict[str, Any]) -> None:
+def _making(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def train(self: Any, *given: Any, **named: Any) -> Any:
+        """The Trainer's, which in a search makes the trial's model before or behind its arguments, by its version."""
+        self.axonn_made = False
+        try:
+            return original(self, *given, **named)
+        finally:
+            vars(self).pop("axonn_made", None)
+
+    return train
+
+
+def _made(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def call_model_init(self: Any, *given: Any, **named: Any) -> Any:
+        model = original(self, *given, **named)
+        if hasattr(self, "axonn_made"):
+            self.axonn_made = True
+            _settle_open(self, model)
+        return model
+
+    return call_model_init
+
+
+def _choosing_anew(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def _hp_search_setup(self: Any, trial: Any) -> None:
+        """The Trainer's, which reads the configuration again for each trial; batches are the script's, or the trial's, until sizes are chosen for them."""
+        for name, (given, settled) in vars(self).get("axonn_batches", {}).items():
+            if trial is not None and getattr(self.args, name) == settled:
+                setattr(self.args, name, given)
+        original(self, trial)
+        if getattr(self, "axonn_made", False):
+            _settle_open(self, self.model)
+
+    return _hp_search_setup
+
+
+def _settle_open(self: Any, model: Any) -> None:
+    """Choose the sizes that the configuration leaves open."""
+    plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+    if plugin is None or not open_sizes(plugin.deepspeed_config):
+        return
     args = self.args
     micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    of_reader = settle(raw, self.model, micro, steps, self.accelerator.state.num_processes)
-    args.per_device_train_batch_size = of_reader
-    args.per_device_eval_batch_size = max(args.per_device_eval_batch_size * of_reader // micro, 1)
+    of_reader = settle(plugin.deepspeed_config, model, micro, steps, self.accelerator.state.num_processes)
+    read = max(args.per_device_eval_batch_size * of_reader // micro, 1)
+    chosen = {"per_device_train_batch_size": of_reader, "per_device_eval_batch_size": read}
+    self.axonn_batches = {name: (getattr(args, name), size) for name, size in chosen.items()}
+    for name, size in chosen.items():
+        setattr(args, name, size)
     self._train_batch_size = args.train_batch_size
 
 
