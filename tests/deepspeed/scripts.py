@@ -119,7 +119,7 @@ def starter(**changes: str) -> Iterator[Callable[..., subprocess.CompletedProces
         process.wait()
 
 
-def fork_script(folder: Path, text: str, ranks: int, limit: float = 120.0) -> tuple[list[int], list[str], float]:
+def fork_script(folder: Path, text: str, ranks: int, limit: float = 240.0) -> tuple[list[int], list[str], float]:
     """Exit codes and stderr of ranks that run a script, forked from this process to save the imports, and the seconds."""
     script = folder / "train.py"
     script.write_text(text)
