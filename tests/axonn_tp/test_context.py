@@ -125,7 +125,52 @@ def two_lengths(model: nn.Module, mesh: Mesh | None) -> Tensor:
     return sum(model(both[:, :-1], both[:, 1:]) for both in pairs) / 2
 
 
+class Parts(nn.Module):
+    """Has a part that computes its attention again, and that scripts call by itself, or again as a whole."""
+
+    def __init__(self, again: Callable[..., Any]) -> None:
+        super().__init__()
+        self.part, self.head = Attending(again), nn.Linear(8, 64)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.part(ids)).flatten(0, 1), targets.flatten())
+
+
+class Attending(nn.Module):
+    def __init__(self, again: Callable[..., Any]) -> None:
+        super().__init__()
+        self.table, self.inner, self.again = nn.Embedding(64, 8), nn.Sequential(nn.Linear(8, 24), Attended()), again
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.again(self.inner, self.table(ids))
+
+
+class Attended(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one.unflatten(-1, (2, 4)).transpose(1, 2) for one in x.chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def whole_behind(model: nn.Module, mesh: Mesh | None) -> Tensor:
+    """A call on shares, and parts on whole sequences that are as long as a share, of which all is computed again."""
+    batch, short = part(ids(tokens=TOKENS + 1), mesh), part(ids(tokens=(TOKENS + 3) // 4 * 2), mesh)
+    loss = model(batch[:, :-1], batch[:, 1:])
+    around = model.again(model.part.inner, model.part.table(short))  # type: ignore[operator, union-attr]
+    return loss + model.part(short).square().sum() / BATCH + around.sin().sum() / BATCH  # type: ignore[operator]
+
+
+def parts_again(again: Callable[..., Any], mesh: Mesh) -> None:
+    def made() -> nn.Module:
+        model: Any = Parts(again)
+        model.again = again
+        return model
+
+    compare(made, whole_behind, mesh, None, Options())
+
+
 def computed_again(mesh: Mesh) -> None:
+    for reentrant in (False, True):
+        parts_again(partial(checkpoint, use_reentrant=reentrant), mesh)
     for how, (as_module, reentrant) in enumerate([(True, True), (False, True), (False, False), (True, False)]):
         options = Options(attention=("gather", "ring", "heads", "auto")[how])
         compare(partial(Checkpointing, as_module, reentrant), two_lengths, mesh, None, options)
