@@ -24,8 +24,8 @@ from ted_moe.dropless import through_experts
 from ted_moe.experts import plan_expert, split_expert
 from ted_moe.gating import Gate, Routes, number_of, routes_to, same_on_replicas
 from ted_moe.grouped import run, run_each
+from ted_moe.own_calls import take_over
 from ted_moe.topology import Groups
-from ted_moe.wrapped import refuse_wrapped
 
 _MARKS = ("allreduce", "group_name", "ted_apart", "ted_split", "tensor_model_parallel")
 """Attributes that decide over which ranks a parameter's gradient is summed, and how norms count it."""
@@ -163,7 +163,7 @@ class MoE(nn.Module):
         if groups is not None and (groups.size("expert") > 1 or plan.layers):
             for parameter in self.local.parameters():
                 parameter.ted_apart = True  # type: ignore[attr-defined]
-            refuse_wrapped()
+            take_over()
         if already_split and self.groups.size("tensor") > 1:
             watch_outputs(self.local[0], self.groups)  # type: ignore[arg-type]
 
