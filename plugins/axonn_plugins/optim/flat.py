@@ -145,7 +145,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.inner = inner
         own = self.rules if self._pruned else ()
         self.stores = make_stores(self.entries, self.bucket_bytes, self.stage, self.host, self.gradient_dtype, own)
-        self.reducer = Reducer(self.stores)
+        self.reducer = Reducer(self.stores, self._pruned)
         if self.mesh is not None and self.mesh.size("z") > 1:
             # Ranks that lack a gradient begin its sum behind the others', in another place among the sums over z.
             self.reducer.active = not any(hasattr(entry.parameter, "axonn_at_times") for entry in self.entries)

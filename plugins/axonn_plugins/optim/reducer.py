@@ -59,13 +59,16 @@ class Reducer:
 
     Args:
         stores: all of them.
+        pruned: ranks that do not sum a parameter's gradients with this one may keep more or less of it, and so have other buckets. Buckets of few ranks
+            then come before those of more, which hold them all: else these would begin at other places of backward, among its own calls, and be
+            waited for in a circle.
 
     Attributes:
         active: whether gradients are reduced as they come; else they are only accumulated, in all stages, and `finish`
             reduces them.
     """
 
-    def __init__(self, stores: list[Store]) -> None:
+    def __init__(self, stores: list[Store], pruned: bool = False) -> None:
         self.active = True
         self._order = [
             (store, bucket)
@@ -73,6 +76,8 @@ class Reducer:
             for bucket in store.buckets
             if (bucket.ranks > 1 or bucket.divisor != 1) and bucket.end > bucket.begin
         ]
+        if pruned:
+            self._order.sort(key=lambda one: one[1].ranks)
         self._bucket_of = {entry: bucket for store in stores for bucket in store.buckets for entry in bucket.entries}
         self._reduced: dict[dist.ProcessGroup | None, list[Entry]] = {}
         for _, bucket in self._order:
