@@ -338,8 +338,27 @@ def sums_beside_calls_of_backward():
             torch.testing.assert_close(one.detach(), old - 0.1 * times * mean / 2)
 
 
+def written_on_one():
+    """Weights that one rank changes past what torch counts, before the first step and behind the fourth."""
+    for stage, gather_ahead, steps in ((0, False, 0), (1, True, 4), (2, False, 4)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 2)).bfloat16()
+        optimizer = samo.Optimizer(ADAMW, model, group=dist.group.WORLD, stage=stage, gather_ahead=gather_ahead)
+        for _ in range(steps):
+            model(torch.randn(3, 5).bfloat16()).square().sum().backward()
+            optimizer.step()
+        if dist.get_rank():
+            model[0].weight.data.mul_(2)
+        model(torch.randn(3, 5).bfloat16()).square().sum().backward()
+        with pytest.raises(
+            RuntimeError, match=("another rank .* found a", "'0.weight' was changed by")[dist.get_rank()]
+        ):
+            optimizer.step()
+
+
 def two_ranks():
     sums_beside_calls_of_backward()
+    written_on_one()
     return unlike_ranks()
 
 
