@@ -222,6 +222,7 @@ def _apart(
 
 
 def _same(got: Tensor, expected: Tensor, call: Call | None, dim: int, mask: Tensor | None) -> bool:
+    rounding = _rounding(got)
     got, expected = got.double(), expected.double()
     error = (got - expected).abs()
     if call is not None:
@@ -234,5 +235,11 @@ def _same(got: Tensor, expected: Tensor, call: Call | None, dim: int, mask: Tens
         error = error.masked_fill(~mask.view(*mask.shape, *[1] * (got.dim() - 2)), 0)
     if not error.numel():
         return True
-    rounding = {8: 1e-8, 4: 1e-3}.get(torch.get_default_dtype().itemsize, 0.1)
     return bool(error.max() <= rounding * (1e-6 + expected.abs().max()))
+
+
+def _rounding(made: Tensor) -> float:
+    """The part of the largest value that rounding may change, in the coarsest type that was computed in."""
+    types, kind = [made.dtype, torch.get_default_dtype()], made.device.type
+    types += [torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else []
+    return {8: 1e-8, 4: 1e-3}.get(min(each.itemsize for each in types), 0.1)

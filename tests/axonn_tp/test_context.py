@@ -625,9 +625,43 @@ def called_beside_its_forward(mesh: Mesh) -> None:
         assert model(ids()).shape[1] == TOKENS
 
 
+class Turned(nn.Module):
+    """Its queries and keys are float32 under autocast, as rotary positions make them, and its values are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.qkv, self.head = nn.Embedding(64, 16), nn.Linear(16, 48), nn.Linear(16, 64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        q, k, v = (one.unflatten(-1, (2, 8)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        turned = torch.linspace(0.5, 1.5, 8)
+        seen = F.scaled_dot_product_attention(q * turned, k * turned, v, is_causal=True)
+        return self.head(x + seen.transpose(1, 2).flatten(2))
+
+
+def under_autocast(mesh: Mesh) -> None:
+    for how in ("gather", "ring", "heads"):
+        torch.manual_seed(3)
+        alone = Turned()
+        model = parallelize(copy.deepcopy(alone), mesh, options=Options(attention=how))
+        made = []
+        for one in (alone, model):
+            with torch.autocast("cpu", torch.bfloat16):
+                made.append(one(ids()))
+            made[-1].float().square().mean().backward()
+        assert made[0].dtype == made[1].dtype == torch.bfloat16
+        torch.testing.assert_close(made[1], made[0], rtol=0.02, atol=0.02)
+        sync_gradients(model.parameters(), mesh)
+        wanted = alone.qkv.bias.grad
+        assert wanted is not None
+        torch.testing.assert_close(model.qkv.bias.grad, wanted, rtol=0.05, atol=0.05 * float(wanted.abs().max()))
+
+
 def refusals() -> None:
     mesh = Mesh(Grid(gz=2, sequence=2))
     computed_again(mesh)
+    under_autocast(mesh)
     called_beside_its_forward(mesh)
     own_losses(mesh)
     another_call(mesh)
