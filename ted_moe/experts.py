@@ -7,22 +7,16 @@ dropping, and the all-reduce that row linears need and the drop after it are one
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from axonn_tp import Grid, LayerPlan, auto_plan
 from axonn_tp.comm.collectives import copy_to, reduce_from
-from axonn_tp.comm.optimizer_trial import looks_at_whole_matrices
 from axonn_tp.grid.layout import become
 from axonn_tp.grid.mesh import Axes
 
@@ -122,9 +116,6 @@ def plan_expert(expert: nn.Module, features: int, groups: Axes, fuse: bool) -> E
 
 def split_expert(expert: nn.Module, plan: ExpertPlan, groups: Axes) -> None:
     """Give an expert, which is the same on all tensor ranks, this rank's share of its linears, in place."""
-    if plan.layers and not _watching:
-        _watching.append(True)
-        register_optimizer_step_pre_hook(_before_step)  # type: ignore[arg-type]
     for name, layer in plan.layers.items():
         _convert(expert.get_submodule(name), layer, groups, sums=not plan.fused)  # type: ignore[arg-type]
 
@@ -145,33 +136,6 @@ def _convert(layer: nn.Linear, plan: LayerPlan, groups: Axes, sums: bool) -> Non
         layer.out_features //= size
     else:
         layer.in_features //= size
-
-
-_watching: list[bool] = []
-_known: WeakSet[Optimizer] = WeakSet()
-_OURS = ("axonn_plugins.", "samo.", "ted_moe.")
-
-
-def _before_step(
-    optimizer: Optimizer, given: tuple[Any, ...] = (), named: Mapping[str, Any] = MappingProxyType({})
-) -> None:
-    """Look at an optimizer that steps shards of experts, the first time.
-
-    Raises:
-        ValueError: what it does to one weight depends on others of its matrix.
-    """
-    ours = hasattr(optimizer, "axonn_in_parts") or any(k.__module__.startswith(_OURS) for k in type(optimizer).__mro__)
-    if ours or optimizer in _known:
-        return  # ours, and who holds one, look by themselves
-    if not any(getattr(one, "ted_split", False) for group in optimizer.param_groups for one in group["params"]):
-        return
-    if looks_at_whole_matrices(optimizer):
-        raise ValueError(
-            f"the optimizer {type(optimizer).__name__} looks at whole weight matrices, of which a rank has shards where tensor ranks split experts, and "
-            "would step each rank's in another way; use an element-wise one such as AdamW, or Topology(..., expert_tensor_parallel=False), by which "
-            "experts are whole"
-        )
-    _known.add(optimizer)
 
 
 class _Uses(TorchFunctionMode):

@@ -19,13 +19,14 @@ from axonn_tp.context.sums import Tokens, current, of_all, sharing
 from axonn_tp.grid.mesh import Axes, Mesh
 from axonn_tp.layers.boundary import share_again, whole_activation
 from ted_moe.agreement import Agreement, begin_forward, same_seed, watch_outputs
+from ted_moe.alike import facts_of, require_alike, sizes_problem
 from ted_moe.dispatch import as_trained, combine, dispatch, exchange_in_turn, slots_of
 from ted_moe.dropless import through_experts
 from ted_moe.experts import plan_expert, split_expert
 from ted_moe.gating import Gate, Routes, number_of, routes_to, same_on_replicas
 from ted_moe.grouped import run, run_each
+from ted_moe.own_calls import take_over
 from ted_moe.topology import Groups
-from ted_moe.wrapped import refuse_wrapped
 
 _MARKS = ("allreduce", "group_name", "ted_apart", "ted_split", "tensor_model_parallel")
 """Attributes that decide over which ranks a parameter's gradient is summed, and how norms count it."""
@@ -95,30 +96,24 @@ class MoE(nn.Module):
         overlap_degree: int = 1,
     ) -> None:
         super().__init__()
-        if num_experts < 1 or num_experts % ep_size:
-            raise ValueError(
-                f"ep_size = {ep_size} does not divide num_experts = {num_experts}; choose a divisor, so that every rank has as many"
-            )
-        if groups is None and ep_size > 1:
-            raise ValueError(f"ep_size = {ep_size} needs process groups: pass groups = Groups(Topology(...))")
-        if groups is not None and groups.size("expert") != ep_size:
-            raise ValueError(
-                f"ep_size = {ep_size}, but the topology deals experts over {groups.size('expert')} ranks; make them equal"
-            )
-        if overlap_degree < 1:
-            raise ValueError(f"overlap_degree = {overlap_degree} must be at least 1, the slots all at once")
         self.overlap_degree = overlap_degree
-        self.routing = Gate(
-            k,
-            capacity_factor,
-            eval_capacity_factor,
-            min_capacity,
-            noisy_gate_policy,
-            drop_tokens,
-            use_rts,
-            top2_2nd_expert_sampling,
-            dropless,
-        )
+        problem = sizes_problem(num_experts, ep_size, overlap_degree, groups)
+        try:
+            self.routing = Gate(
+                k,
+                capacity_factor,
+                eval_capacity_factor,
+                min_capacity,
+                noisy_gate_policy,
+                drop_tokens,
+                use_rts,
+                top2_2nd_expert_sampling,
+                dropless,
+            )
+        except ValueError as error:
+            problem = problem or str(error)
+        if problem is not None:
+            require_alike(groups, {}, problem)
         self.num_experts, self.ep_size, self.use_residual = num_experts, ep_size, use_residual
         local = nn.ModuleList([copy.deepcopy(expert) for _ in range(num_experts // ep_size)])
         self.deepspeed_moe = nn.ModuleDict(
@@ -147,6 +142,10 @@ class MoE(nn.Module):
         self, groups: Groups | None, duplicate_token_dropping: bool, fused: bool, already_split: bool = False
     ) -> None:
         """Give replicas the same weights, and tensor ranks their shares of the experts, which may be `already_split`."""
+        sizes = {"num_experts": self.num_experts, "ep_size": self.ep_size, "use_residual": self.use_residual}
+        sizes |= {"hidden_size": self.gate.in_features, "overlap_degree": self.overlap_degree, "fused": fused}
+        sizes |= {"duplicate_token_dropping": duplicate_token_dropping, **vars(self.routing)}
+        require_alike(groups, sizes if already_split else {**sizes, **dict(facts_of(self.local[0]))})
         self.duplicate_token_dropping = duplicate_token_dropping
         self.groups: Axes = Alone() if groups is None else groups
         self.experts_split = groups is not None and groups.topology.expert_tensor_parallel
@@ -163,7 +162,7 @@ class MoE(nn.Module):
         if groups is not None and (groups.size("expert") > 1 or plan.layers):
             for parameter in self.local.parameters():
                 parameter.ted_apart = True  # type: ignore[attr-defined]
-            refuse_wrapped()
+            take_over()
         if already_split and self.groups.size("tensor") > 1:
             watch_outputs(self.local[0], self.groups)  # type: ignore[arg-type]
 

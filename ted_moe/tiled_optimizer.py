@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from axonn_plugins.optim.gradients import check_norm, clip_factor, flat_gradient, norm_in_parts
 from axonn_plugins.optim.lending import TiledStep, parts_of, require_groups, share_options
+from axonn_plugins.optim.store import Entry
 from axonn_plugins.optim.tiles import Buffers, ParameterCut, update
+from axonn_plugins.optim.writes import Writes
 from axonn_tp.comm.clipping import norm_of_all
 from axonn_tp.comm.optimizer_trial import StepMemory, along, examine, make_optimizer, require_one_by_one
 
@@ -75,6 +77,7 @@ class TiledOptimizer(torch.optim.Optimizer):
         self.overflow = False
         super().__init__(params, {})
         self._live: dict[Tensor, nn.Parameter] = {}
+        self._writes = Writes(apart=True)
         self.inner = inner = make_optimizer(
             optimizer_factory, [self._with_masters(group) for group in self.param_groups]
         )
@@ -84,22 +87,23 @@ class TiledOptimizer(torch.optim.Optimizer):
         self._memory = StepMemory(1, 1)
         for group in inner.param_groups:
             self._examine(group)
-        self._seen = self._marks()
+        self._note_masters()
 
-    def _marks(self) -> list[tuple[int, int]]:
-        """Numbers that change when a parameter is written."""
-        return [(parameter._version, parameter.data_ptr()) for parameter in self._live.values()]
+    def _note_masters(self) -> None:
+        apart = ((str(place), pair) for place, pair in enumerate(self._live.items()) if pair[0] is not pair[1])
+        self._entries = [Entry(name, parameter, 0) for name, (_, parameter) in apart]
+        self._writes.note(self._entries)
 
     def _take_written(self) -> None:
         """Take weights that a script has loaded or set since the last step."""
-        if self._marks() == self._seen:
+        if not any(self._writes.counted(entry.parameter) for entry in self._entries):
             return
         for master, parameter in self._live.items():
             if parameter.stride() != master.stride():  # tiles go by the order in memory
                 same = torch.empty_like(master, dtype=parameter.dtype, device=parameter.device, requires_grad=False)
                 parameter.data = same.copy_(parameter.detach())
         self.refresh_masters()
-        self._seen = self._marks()
+        self._writes.note(self._entries)
 
     def _with_masters(self, group: dict[str, Any]) -> dict[str, Any]:
         return {**group, "params": [self._master(parameter) for parameter in group["params"]]}
@@ -128,6 +132,7 @@ class TiledOptimizer(torch.optim.Optimizer):
             self.inner.add_param_group(self._with_masters(self.param_groups[-1]))
             share_options(self.inner.param_groups, self.param_groups)
             self._examine(self.inner.param_groups[-1])
+            self._note_masters()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -145,9 +150,11 @@ class TiledOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.overflow = bool(getattr(self, "found_inf", False))
         if not self.overflow:
+            if refused := self._writes.refusal():
+                raise RuntimeError(refused)
             self._take_written()
             self._step(self._factor())
-            self._seen = self._marks()
+            self._writes.end_step(self._entries)
         return loss
 
     def _step(self, factor: Tensor | None) -> None:

@@ -18,10 +18,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-NOT_ELEMENTWISE = (
-    "lamb lars larc muon muadam musgd shampoo soap adafactor novograd prodigy dadapt onebit zerooneadam lbfgs lorafa"
-).split()
-"""Words in the names of optimizers that look at a whole weight matrix, layer or model at once."""
 _ELEMENTS, _STEPS = 4096, 3
 _NAMES = "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
 BY_ELEMENT = {getattr(torch.optim, name) for name in _NAMES}
@@ -137,7 +133,7 @@ def examine(
         NotElementwiseError: what the optimizer does to an element depends on others.
     """
     _refuse_inner(optimizer)
-    options = _stirred(options)
+    options = stirred(options)
     numbers = torch.arange(_ELEMENTS, device=weights.device)
     start, gradient = ((numbers * factor).cos().to(weights.dtype) for factor in (0.1, 0.7))
     gradient *= 0.25 + 4 * numbers / _ELEMENTS  # so that a part's mean square is another than that of all
@@ -150,7 +146,7 @@ def examine(
         mine |= {key: value.expand(stand_in.shape).clone() for key, value in moments.items()}
         results.append(stand_in.view(-1))
         # What it counts or keeps beside its state is of one trial.
-        trial = copy_without_state(optimizer) if _of_python(optimizer) else optimizer
+        trial = copy_without_state(optimizer) if of_python(optimizer) else optimizer
         return _two_steps(trial, options, stand_in, gradient, mine)
 
     shapes = _full(weights.dim()) if weights.dim() > 1 else []
@@ -189,46 +185,10 @@ def _refuse_inner(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
-    """True if what an optimizer does to an element of a parameter depends on others of it, as far as a trial can tell.
-
-    Args:
-        optimizer: left as it was; its parameters are not touched.
-    """
-    if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) in BY_ELEMENT or not _of_python(optimizer):
-        return False
-    holds = inner_optimizer(optimizer)
-    if holds is not None:  # a trial of one would step the other's parameters
-        return looks_at_whole_matrices(holds)
-    try:
-        for group in optimizer.param_groups:
-            kinds = {(p.device, torch.promote_types(p.dtype, torch.float32), p.dim()): p for p in group["params"]}
-            for (device, dtype, dims), one in kinds.items():
-                known = optimizer.state.get(one, {})  # that it was made with; moments are another's
-                known = {} if any(isinstance(value, Tensor) for value in known.values()) else known
-                with torch.random.fork_rng([]):
-                    examine(optimizer, group, torch.zeros([0] * max(dims, 1), device=device, dtype=dtype), known)
-    except NotElementwiseError:
-        return True
-    except Exception as error:
-        _say_untried(optimizer, error)
-    return False
-
-
-def _say_untried(optimizer: torch.optim.Optimizer, error: Exception) -> None:
+def say_untried(optimizer: torch.optim.Optimizer, error: Exception) -> None:
     """An optimizer may need what a stand-in has not, such as a sparse gradient."""
     said = f"{type(optimizer).__name__} cannot be tried on small tensors ({type(error).__name__}: {error}), so that nothing is known of its step; "
     warnings.warn(f"{said}one that takes norms or counts calls does something else on shards and parts", stacklevel=2)
-
-
-def needs_whole_matrices(name: str) -> bool:
-    """True if an optimizer of this name would compute another step on shards."""
-    return any(word in name.lower().replace("_", "") for word in NOT_ELEMENTWISE)
-
-
-def looks_at_whole_matrices(optimizer: Any) -> bool:
-    """True if an optimizer would compute another step on shards; it is tried where its name says nothing."""
-    return needs_whole_matrices(type(optimizer).__name__) or depends_on_others(optimizer)
 
 
 def _full(dims: int) -> list[list[int]]:
@@ -237,7 +197,7 @@ def _full(dims: int) -> list[list[int]]:
     return [[first] + [each] * (dims - 2) + [-1] for first in (each // 2, 2 * each)]
 
 
-def _stirred(options: Mapping[str, Any]) -> dict[str, Any]:
+def stirred(options: Mapping[str, Any]) -> dict[str, Any]:
     """A group's options with a learning rate: a warm-up begins with 0, which hides what the optimizer does."""
     lr = options.get("lr")
     if isinstance(lr, Tensor):
@@ -245,7 +205,7 @@ def _stirred(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "lr": 1e-3} if isinstance(lr, int | float) else dict(options)
 
 
-def _of_python(optimizer: torch.optim.Optimizer) -> bool:
+def of_python(optimizer: torch.optim.Optimizer) -> bool:
     """False if another library's kernel steps, or something ends with the optimizer, which a copy would end too."""
     return type(optimizer).__module__.partition(".")[0] not in _KERNELS and not hasattr(type(optimizer), "__del__")
 
@@ -282,7 +242,7 @@ def require_one_by_one(
         ValueError: it does something else then.
     """
     _refuse_inner(optimizer)
-    tried = _of_python(optimizer) and type(optimizer) not in BY_ELEMENT
+    tried = of_python(optimizer) and type(optimizer) not in BY_ELEMENT
     if tried and not _steps_one_by_one(optimizer, options, shapes):
         raise ValueError(
             f"{type(optimizer).__name__} cannot step parameters one after another, of which ranks or tiles have parts: it takes a norm or a rate of all "
@@ -299,7 +259,7 @@ def _steps_one_by_one(
     ]
 
     def moved(calls: list[list[int]]) -> list[Tensor]:
-        trial, own = copy_without_state(optimizer), _stirred(options)
+        trial, own = copy_without_state(optimizer), stirred(options)
         values: list[Tensor] = [nn.Parameter(start.clone()) for start in starts]
         for number in range(_STEPS):
             after = own
@@ -323,7 +283,7 @@ def _steps_one_by_one(
         with torch.random.fork_rng([]):
             together, apart = moved([places]), moved([[place] for place in places])
     except Exception as error:
-        _say_untried(optimizer, error)
+        say_untried(optimizer, error)
         return True
     return all(bool((a - b).norm() <= 1e-6 * a.norm()) and bool(a.any()) for a, b in zip(together, apart, strict=True))
 

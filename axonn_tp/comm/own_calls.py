@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from axonn_tp.comm.clipping import measure_alike, owner_of
 from axonn_tp.comm.grad_scaler import GradScaler, agreed
 from axonn_tp.comm.meeting import meet
-from axonn_tp.comm.optimizer_trial import looks_at_whole_matrices
+from axonn_tp.comm.optimizer_kinds import looks_at_whole_matrices
 from axonn_tp.comm.summed import look_at_sums
 from axonn_tp.grid.layout import layout_of
 from axonn_tp.grid.mesh import Mesh

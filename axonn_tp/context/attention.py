@@ -63,6 +63,10 @@ def attend(
                 f"attention over {shared.chunks.ranks} ranks: the {name} of shape {tuple(tensor.shape)} has {tensor.shape[-2]} tokens, and "
                 f"a rank's share of {shared.chunks.tokens} has {share}; give it this rank's tokens, all of them and no others"
             )
+    kind = query.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if autocast:
+        query, key, value = (_as_under_autocast(one) for one in (query, key, value))
     scores = Scores(1 / math.sqrt(query.shape[-1]) if scale is None else scale, softcap or 0.0, dropout)
     if seed is None:
         seed = drawn_seed(query) if dropout else 0
@@ -72,8 +76,15 @@ def attend(
     if how == "heads":
         query, key, value = to_heads(query, key, value, shared, heads)
         sink = None if sink is None else sink.chunk(shared.chunks.ranks)[shared.rank]
-    made = _Attention.apply(query, key, value, sink, shared, how, sight, documents, scores, seed)
+    # Scores are made in float32, here and in backward.
+    with torch.autocast(kind, enabled=False) if autocast else nullcontext():
+        made = _Attention.apply(query, key, value, sink, shared, how, sight, documents, scores, seed)
     return to_tokens(made, shared) if how == "heads" else made
+
+
+def _as_under_autocast(tensor: Tensor) -> Tensor:
+    """A tensor in the type that autocast gives torch's attention; queries and values may come in different ones."""
+    return tensor if tensor.dtype == torch.float64 else tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 def drawn_seed(query: Tensor) -> int:

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from axonn_tp.comm.overlap import in_backward
 from axonn_tp.context import huggingface
 from axonn_tp.context.calls import Call, main_input
-from axonn_tp.context.recomputed import install
-from axonn_tp.context.replaced import Replaced
+from axonn_tp.context.recomputed import install, on
 from axonn_tp.context.shared import AXIS
-from axonn_tp.context.sums import current, sharing
+from axonn_tp.context.sums import computed_in, current, sharing
 from axonn_tp.context.verify import verify
 from axonn_tp.grid.mesh import Mesh
 
@@ -153,7 +152,7 @@ class SharedSequences:
         before, self.now = self.now, None
         self._entered.append(None)
         try:
-            with sharing(None), huggingface.stock(self.published):
+            with sharing(None, self._apart), huggingface.stock(self.published):
                 yield
         finally:
             self._entered.pop()
@@ -207,7 +206,7 @@ class SharedSequences:
         """Inside, what is computed is on shares of tokens."""
         call = self.now
         assert call is not None
-        with sharing(call), Replaced(call):
+        with on(call):
             self._entered.append(None)
             try:
                 yield
@@ -218,10 +217,15 @@ class SharedSequences:
 
     def enter(self) -> None:
         """A module's forward begins."""
-        inside, again = None, in_backward()
-        # What torch's checkpoints compute again is on its own tokens (`recomputed`); others' are on those of the last call.
-        if not self._entered and (not again or (current() is None and self.now is not None)):
-            inside = self.active() if again else self._apart()
+        inside: AbstractContextManager | None = None
+        if not self._entered:
+            # What torch's checkpoints compute again is on its own tokens (`recomputed`); others' are on those of the last call.
+            again, known = in_backward(), computed_in() is not None
+            if not again or (known and current() is None):
+                inside = self._apart()
+            elif not known and self.now is not None:
+                inside = self.active()
+        if inside is not None:
             inside.__enter__()
         self._entered.append(inside)
 

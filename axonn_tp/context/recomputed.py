@@ -5,30 +5,38 @@ Scripts may have imported `checkpoint` under any name, so it is what all of them
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from types import FunctionType
 from typing import Any
 
 import torch.utils.checkpoint as of_torch
 
+from axonn_tp.comm.overlap import in_backward
 from axonn_tp.context.calls import Call
 from axonn_tp.context.replaced import Replaced
-from axonn_tp.context.sums import current, sharing
+from axonn_tp.context.sums import computed_in, current, sharing
 
-_MARK = "axonn_on_its_tokens"
+_MARK, _GIVEN = "axonn_on_its_tokens", "axonn_checkpoint"
+
+
+@contextmanager
+def on(call: Call) -> Iterator[None]:
+    """Inside, what is computed is on a call's shares of tokens."""
+    with sharing(call, partial(on, call)), Replaced(call):
+        yield
 
 
 def on_its_tokens(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is computed on the tokens of the call under way now, also when it is called later; itself where there is none."""
-    call = current()
-    if not isinstance(call, Call):
-        return function
+    """A function that is computed on the tokens of the call under way now, shares or all, also when it is called later; where there is none, on all."""
+    call, context = current(), computed_in() or partial(sharing, None)
 
     @wraps(function, assigned=("__doc__",), updated=())
     def again(*inputs: Any, **keywords: Any) -> Any:
-        if current() is call:
+        if current() is call and not (in_backward() and computed_in() is None):
             return function(*inputs, **keywords)
-        with sharing(call), Replaced(call):
+        with context():
             return function(*inputs, **keywords)
 
     return again
@@ -45,6 +53,18 @@ def exchange(kind: Any) -> None:
 
     setattr(forward, _MARK, True)
     kind.forward = staticmethod(forward)
+
+
+def exchange_function(checkpoint: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have a checkpoint of (function, inputs), the only such one of its module, which scripts may hold under any name, call what `wrap` makes of it."""
+    among = checkpoint.__globals__
+    original = among.get(_GIVEN) or FunctionType(checkpoint.__code__, among, checkpoint.__name__)
+
+    def code(function, *inputs):  # type: ignore[no-untyped-def]
+        return axonn_checkpoint(function, *inputs)  # type: ignore[name-defined]  # noqa: F821  among the module's globals
+
+    among[_GIVEN] = lambda function, *inputs: original(wrap(function), *inputs)
+    checkpoint.__code__ = code.__code__
 
 
 def install() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -40,14 +41,19 @@ class Tokens(Protocol):
         """Where this rank's are among them, and which are padding."""
 
 
-_now: list[Tokens | None] = []
+_now: list[tuple[Tokens | None, Callable[[], AbstractContextManager]]] = []
 _noting: list[list[Tensor]] = []
 
 
 @contextmanager
-def sharing(tokens: Tokens | None) -> Iterator[None]:
-    """Inside, losses are over these tokens; where None, each rank's numbers are its own, and nothing is replaced."""
-    _now.append(tokens)
+def sharing(tokens: Tokens | None, again: Callable[[], AbstractContextManager] | None = None) -> Iterator[None]:
+    """Inside, losses are over these tokens; where None, each rank's numbers are its own, and nothing is replaced.
+
+    Args:
+        tokens: of the call under way.
+        again: the context in which what is computed inside is computed again; by default this one.
+    """
+    _now.append((tokens, again or partial(sharing, tokens)))
     try:
         yield
     finally:
@@ -56,7 +62,12 @@ def sharing(tokens: Tokens | None) -> Iterator[None]:
 
 def current() -> Tokens | None:
     """The tokens of the call under way; None where every rank has all."""
-    return _now[-1] if _now else None
+    return _now[-1][0] if _now else None
+
+
+def computed_in() -> Callable[[], AbstractContextManager] | None:
+    """The context in which what is computed now is computed again; None outside of all `sharing`."""
+    return _now[-1][1] if _now else None
 
 
 class _Sum(torch.autograd.Function):

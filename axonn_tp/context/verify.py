@@ -225,9 +225,11 @@ def _apart(
 
 
 def _rounding(outputs: list[Tensor]) -> float:
-    """The largest share by which outputs may differ, by the coarsest type among them: under autocast others are computed of these."""
-    size = min(dtype.itemsize for dtype in [torch.get_default_dtype(), *(one.dtype for one in outputs)])
-    return {8: 1e-8, 4: 1e-3}.get(size, 0.1)
+    """The largest share by which outputs may differ, by the coarsest type among them and autocast's: others are computed of these."""
+    kinds = {one.device.type for one in outputs}
+    types = [torch.get_default_dtype(), *(one.dtype for one in outputs)]
+    types += [torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)]
+    return {8: 1e-8, 4: 1e-3}.get(min(each.itemsize for each in types), 0.1)
 
 
 def _same(got: Tensor, expected: Tensor, call: Call | None, dim: int, mask: Tensor | None, rounding: float) -> bool:

@@ -125,7 +125,52 @@ def two_lengths(model: nn.Module, mesh: Mesh | None) -> Tensor:
     return sum(model(both[:, :-1], both[:, 1:]) for both in pairs) / 2
 
 
+class Parts(nn.Module):
+    """Has a part that computes its attention again, and that scripts call by itself, or again as a whole."""
+
+    def __init__(self, again: Callable[..., Any]) -> None:
+        super().__init__()
+        self.part, self.head = Attending(again), nn.Linear(8, 64)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.part(ids)).flatten(0, 1), targets.flatten())
+
+
+class Attending(nn.Module):
+    def __init__(self, again: Callable[..., Any]) -> None:
+        super().__init__()
+        self.table, self.inner, self.again = nn.Embedding(64, 8), nn.Sequential(nn.Linear(8, 24), Attended()), again
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.again(self.inner, self.table(ids))
+
+
+class Attended(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one.unflatten(-1, (2, 4)).transpose(1, 2) for one in x.chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def whole_behind(model: nn.Module, mesh: Mesh | None) -> Tensor:
+    """A call on shares, and parts on whole sequences that are as long as a share, of which all is computed again."""
+    batch, short = part(ids(tokens=TOKENS + 1), mesh), part(ids(tokens=(TOKENS + 3) // 4 * 2), mesh)
+    loss = model(batch[:, :-1], batch[:, 1:])
+    around = model.again(model.part.inner, model.part.table(short))  # type: ignore[operator, union-attr]
+    return loss + model.part(short).square().sum() / BATCH + around.sin().sum() / BATCH  # type: ignore[operator]
+
+
+def parts_again(again: Callable[..., Any], mesh: Mesh) -> None:
+    def made() -> nn.Module:
+        model: Any = Parts(again)
+        model.again = again
+        return model
+
+    compare(made, whole_behind, mesh, None, Options())
+
+
 def computed_again(mesh: Mesh) -> None:
+    for reentrant in (False, True):
+        parts_again(partial(checkpoint, use_reentrant=reentrant), mesh)
     for how, (as_module, reentrant) in enumerate([(True, True), (False, True), (False, False), (True, False)]):
         options = Options(attention=("gather", "ring", "heads", "auto")[how])
         compare(partial(Checkpointing, as_module, reentrant), two_lengths, mesh, None, options)
@@ -580,9 +625,43 @@ def called_beside_its_forward(mesh: Mesh) -> None:
         assert model(ids()).shape[1] == TOKENS
 
 
+class Turned(nn.Module):
+    """Its queries and keys are float32 under autocast, as rotary positions make them, and its values are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.qkv, self.head = nn.Embedding(64, 16), nn.Linear(16, 48), nn.Linear(16, 64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        q, k, v = (one.unflatten(-1, (2, 8)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        turned = torch.linspace(0.5, 1.5, 8)
+        seen = F.scaled_dot_product_attention(q * turned, k * turned, v, is_causal=True)
+        return self.head(x + seen.transpose(1, 2).flatten(2))
+
+
+def under_autocast(mesh: Mesh) -> None:
+    for how in ("gather", "ring", "heads"):
+        torch.manual_seed(3)
+        alone = Turned()
+        model = parallelize(copy.deepcopy(alone), mesh, options=Options(attention=how))
+        made = []
+        for one in (alone, model):
+            with torch.autocast("cpu", torch.bfloat16):
+                made.append(one(ids()))
+            made[-1].float().square().mean().backward()
+        assert made[0].dtype == made[1].dtype == torch.bfloat16
+        torch.testing.assert_close(made[1], made[0], rtol=0.02, atol=0.02)
+        sync_gradients(model.parameters(), mesh)
+        wanted = alone.qkv.bias.grad
+        assert wanted is not None
+        torch.testing.assert_close(model.qkv.bias.grad, wanted, rtol=0.05, atol=0.05 * float(wanted.abs().max()))
+
+
 def refusals() -> None:
     mesh = Mesh(Grid(gz=2, sequence=2))
     computed_again(mesh)
+    under_autocast(mesh)
     called_beside_its_forward(mesh)
     own_losses(mesh)
     another_call(mesh)

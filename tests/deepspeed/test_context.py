@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from axonn_plugins.config import ConfigError, parse
 from axonn_recipes.models.gpt import GPT, GPTConfig
 from axonn_tp import Grid, Mesh, Options
-from tests.axonn_tp.test_context import Checkpointing, compare, two_lengths
+from tests.axonn_tp.test_context import Checkpointing, compare, parts_again, two_lengths
 from tests.deepspeed.training import Case, difference, run_cases, serial
 from tests.distributed import run_ranks, same_on_all
 from tests.matrix import thorough
@@ -97,15 +98,18 @@ def test_mistakes_are_one_sentence(block: dict[str, Any], said: str) -> None:
 
 
 class DeepSpeeds(Checkpointing):
-    """By DeepSpeed's own checkpoint."""
+    """By one of DeepSpeed's own checkpoints."""
 
-    def __init__(self) -> None:
+    def __init__(self, again: Any) -> None:
         super().__init__(as_module=False, reentrant=True)
-        self.again = checkpointing.checkpoint
+        self.again = again
 
 
 def computed_again() -> None:
-    compare(DeepSpeeds, two_lengths, Mesh(Grid(gz=2, sequence=2)), None, Options())
+    mesh = Mesh(Grid(gz=2, sequence=2))
+    for again in (checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint):
+        compare(partial(DeepSpeeds, again), two_lengths, mesh, None, Options())
+        parts_again(again, mesh)
 
 
 def test_deepspeeds_checkpoints_know_their_tokens() -> None:

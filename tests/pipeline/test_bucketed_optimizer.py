@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -109,6 +110,20 @@ def test_weights_that_are_loaded_later_count(kind):
         next(master for live, master in reference.pairs if live is parameter).data.copy_(loaded[name])
     assert train(ours, optimizer.step) == train(other, reference.step)
     assert_same(reference, optimizer)
+
+
+@pytest.mark.parametrize("kind", [TiledOptimizer, BucketedOptimizer])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_written_past_what_torch_counts(kind, dtype):
+    """Refused where they would be undone; taken where the parameter is all that there is."""
+    for steps in (0, 2):
+        ours, _ = pair(dtype)
+        optimizer = kind(FACTORIES["adamw"], ours.parameters(), 1024)
+        train(ours, optimizer.step, steps)
+        next(ours.parameters()).data.add_(1)
+        alone = dtype == torch.float32 and kind is TiledOptimizer
+        with nullcontext() if alone else pytest.raises(RuntimeError, match=r"'0' was changed by \.data"):
+            train(ours, optimizer.step, 1)
 
 
 def test_schedulers_groups_and_closures():

@@ -23,7 +23,7 @@ from axonn_plugins.optim.whole.plan import Work, deal, flops, panels, sum_bytes
 from axonn_plugins.optim.whole.rules import AsItIs, Muon
 from axonn_plugins.optim.whole.spread import Share, Spread
 from axonn_tp import Grid, Mesh, layout_of, parallelize, sum_ranks
-from axonn_tp.comm.optimizer_trial import depends_on_others
+from axonn_tp.comm.optimizer_kinds import depends_on_other_parameters, depends_on_others
 from axonn_tp.grid.layout import Layout
 from axonn_tp.grid.mesh import factorisations
 from tests.distributed import meshes, run_ranks
@@ -512,6 +512,16 @@ def test_an_optimizer_that_cannot_step_parameters_one_after_another_is_refused(k
     said = "steps by an optimizer that it holds (SGD)" if kind is Around else "cannot step parameters one after another"
     with pytest.raises(ValueError, match=re.escape(f"{kind.__name__} {said}")):
         FlatOptimizer(kind, model())
+
+
+def test_an_optimizer_is_tried_beside_another_parameter() -> None:
+    for kind, depends in ((Together, True), (Signs, False), (Noisy, False), (Counting, False), (Projected, False)):
+        given = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(2, 5))]
+        optimizer = kind(given, lr=0.02)
+        held, seed = dict(optimizer.state), torch.get_rng_state()
+        assert depends_on_other_parameters(optimizer) is depends, kind
+        assert optimizer.state == held and all(bool((one == 1).all()) for one in given)
+        assert torch.equal(torch.get_rng_state(), seed)
 
 
 def test_a_step_that_vectors_are_an_error_to_is_one_of_whole_matrices() -> None:

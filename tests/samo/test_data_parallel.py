@@ -314,8 +314,69 @@ def unlike_ranks():
     return found
 
 
+class Meeting(torch.autograd.Function):
+    """Has ranks meet in backward, as layers that are split over them."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        met = grad.clone()
+        dist.all_reduce(met, group=ctx.group)
+        return met / 2, None
+
+
+def sums_beside_calls_of_backward():
+    """Ranks that keep more or less of their shards, and sum what they both have, with a call in backward before the shards' gradients."""
+    apart, length = dist.new_group([0, 1]), 2**15  # a bucket each
+    torch.manual_seed(0)
+    model = nn.ParameterDict(
+        {name: torch.randn(length, dtype=torch.float64) for name in ("last", "c", "b", "a", "first")}
+    )
+    common = [model[name] for name in "abc"]
+    keeps = torch.ones(length, dtype=torch.bool) if dist.get_rank() else torch.arange(length) < 9
+    masks = {"first": keeps, "last": torch.rand(length) < 0.9}
+    for stage in (0, 1, 2):
+        ranks = lambda one: (dist.group.WORLD if any(one is p for p in common) else None, 2)  # noqa: E731
+        optimizer = samo.Optimizer(partial(torch.optim.SGD, lr=0.1), model, masks, group=ranks, stage=stage)
+        mean, before = model["first"].detach().sin(), [one.detach().clone() for one in common]
+        dist.all_reduce(mean)
+        x = Meeting.apply(model["first"].sin(), apart)
+        ((model["a"] + model["b"] * 2 + model["c"] * 3) * x).sum().add(model["last"].sum()).backward()
+        optimizer.step()
+        for times, one, old in zip((1, 2, 3), common, before, strict=True):
+            torch.testing.assert_close(one.detach(), old - 0.1 * times * mean / 2)
+
+
+def written_on_one():
+    """Weights that one rank changes past what torch counts, before the first step and behind the fourth."""
+    for stage, gather_ahead, steps in ((0, False, 0), (1, True, 4), (2, False, 4)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 2)).bfloat16()
+        optimizer = samo.Optimizer(ADAMW, model, group=dist.group.WORLD, stage=stage, gather_ahead=gather_ahead)
+        for _ in range(steps):
+            model(torch.randn(3, 5).bfloat16()).square().sum().backward()
+            optimizer.step()
+        if dist.get_rank():
+            model[0].weight.data.mul_(2)
+        model(torch.randn(3, 5).bfloat16()).square().sum().backward()
+        with pytest.raises(
+            RuntimeError, match=("another rank .* found a", "'0.weight' was changed by")[dist.get_rank()]
+        ):
+            optimizer.step()
+
+
+def two_ranks():
+    sums_beside_calls_of_backward()
+    written_on_one()
+    return unlike_ranks()
+
+
 def test_ranks_that_lay_gradients_out_otherwise_are_refused():
-    for found in run_ranks(unlike_ranks, 2):
+    for found in run_ranks(two_ranks, 2):
         assert {name: text.partition(";")[0] for name, text in found.items() if "mask of" not in text} == {
             "order": "parameter 0 of those whose gradients are summed is '0.weight' of (5, 5), float32 on rank 0 and '2.weight' of (2, 5), float32 on rank 1",
             "rate": "lr of parameter group 0 is 0.1 on rank 0 and 1.1 on rank 1",

@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from collections import defaultdict
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -138,6 +139,29 @@ def test_weights_that_are_loaded_later_count_and_what_is_pruned_stays_zero(dtype
     for (name, mine), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
         assert torch.equal(mine, theirs), name
         assert name not in masks or not mine[~masks[name]].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_weights_that_are_written_past_what_torch_counts_are_refused(dtype, steps):
+    for undone, write in (
+        (True, lambda weight: weight.data.add_(0.5)),
+        (dtype == torch.bfloat16, lambda weight: weight.data.clamp_(-0.01, 0.01)),  # zeros stay
+        (False, lambda weight: weight.data.add_(0)),
+    ):
+        model, masks = pruned(dtype)
+        optimizer = samo.Optimizer(SGD, model, masks)
+        train(model, optimizer.step, steps=steps)
+        write(model[0].weight)
+        with pytest.raises(RuntimeError, match=r"'0\.weight' was changed by \.data") if undone else nullcontext():
+            train(model, optimizer.step, steps=1)
+    model, masks = pruned(dtype)
+    optimizer = samo.Optimizer(SGD, model, masks)
+    train(model, optimizer.step, steps=steps)
+    with torch.no_grad():
+        model[2].weight.clamp_(-0.01, 0.01)
+    train(model, optimizer.step, steps=1)
+    assert model[2].weight.abs().max() < 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -59,6 +59,37 @@ def unequal(ranks):
     return found
 
 
+UNLIKE = {
+    "overlap_degree": ({"overlap_degree": 2}, "overlap_degree is 1 on rank 0 and 2 on rank 3; give all ranks the same"),
+    "dropless": ({"dropless": True}, "dropless is False on rank 0 and True on rank 3"),
+    "capacity": ({"capacity_factor": 1.5}, "capacity_factor is 1.0 on rank 0 and 1.5 on rank 3"),
+    "dropping": ({"duplicate_token_dropping": False}, "duplicate_token_dropping is True on rank 0 and False on rank 3"),
+    "experts": ({"num_experts": 2 * EXPERTS}, f"num_experts is {EXPERTS} on rank 0 and {2 * EXPERTS} on rank 3"),
+    "expert": ({"expert": torch.nn.Linear(FEATURES, FEATURES)}, "expert is Plain on rank 0 and Linear on rank 3"),
+    "mistake": ({"k": 0}, "k = 0 sends a token to no expert; use 1 or more"),
+    "other mistake": ({"num_experts": EXPERTS + 1}, f"does not divide num_experts = {EXPERTS + 1}"),
+}
+
+
+def made_unlike():
+    """Sentences where the last rank makes a mixture in another way."""
+    found = {}
+    for topology in (Topology(4, 2, 2), Topology(4, 1, 4), Topology(4, 2, 4, False)):
+        groups = groups_of(topology)
+        for name, (own, _) in UNLIKE.items():
+            options = {"expert": Plain(), "num_experts": EXPERTS} | (own if torch.distributed.get_rank() == 3 else {})
+            with pytest.raises(ValueError) as raised:
+                ted_moe.MoE(FEATURES, ep_size=topology.expert, groups=groups, **options)
+            found[topology, name] = str(raised.value)
+    return found
+
+
+def test_mixtures_that_ranks_make_in_other_ways_are_a_sentence_on_all():
+    for found in run_ranks(made_unlike, 4):
+        for (topology, name), said in found.items():
+            assert UNLIKE[name][1] in said and "\n" not in said, (topology, name, said)
+
+
 def test_maxima_of_questions():
     asked = [question(7, (12, 3), 0, 3), question(9, (20, 5), 1, 3), question(8, (1, 2), 2, 3)]
 

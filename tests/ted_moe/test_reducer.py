@@ -1,11 +1,14 @@
 """Sums of gradients while backward runs against those behind it, with experts on several ranks."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import ted_moe
@@ -171,8 +174,7 @@ def test_tiles_clip_by_the_norm_of_all_ranks_experts():
 
 def stepped_by_matrices():
     """An optimizer whose step of one element depends on its row and column, on experts that are split, and on whole ones."""
-    for whole in (False, True):
-        topology = Topology(2, 2, 1, expert_tensor_parallel=not whole)
+    for whole, topology in ((False, Topology(2, 2, 1)), (True, Topology(2, 2, 1, False)), (True, Topology(2, 1, 2))):
         model = Model(topology, groups_of(topology), **OPTIONS[0])
         optimizer = torch.optim.Adafactor(model.parameters())
         model(data_tokens(0, 9, 0).float(), True).backward()
@@ -187,8 +189,40 @@ def stepped_by_matrices():
         torch.optim.AdamW(model.parameters()).step()
 
 
+class Together(torch.optim.SGD):
+    """Steps by the norm of all gradients."""
+
+    def step(self, closure=None):
+        given = [one.grad for one in self.param_groups[0]["params"] if one.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in given]).norm()
+        for gradient in given:
+            gradient.div_(norm)
+        super().step()
+
+
+def stepped_together():
+    """Optimizers that look at all parameters at once, which differ by rank, or are the same on all."""
+    for topology in (Topology(2, 1, 2), Topology(2, 2, 1), Topology(2)):
+        groups = groups_of(topology)
+        model = Model(topology, groups, **OPTIONS[0])
+        model(data_tokens(groups.rank("data"), 9, 0).float(), True).backward()
+        ted_moe.sync_gradients(model.parameters(), groups)
+        for make in (lambda some: torch.optim.LBFGS(some, max_iter=1), lambda some: Together(some, 0.1)):
+            optimizer = make(model.parameters())
+            with (
+                nullcontext()
+                if topology == Topology(2)
+                else pytest.raises(ValueError, match=f"the optimizer {type(optimizer).__name__} (takes|looks)")
+            ):
+                optimizer.step(lambda: 0.0)
+
+
 def test_optimizers_of_whole_matrices_are_refused_where_experts_are_split():
     run_ranks(stepped_by_matrices, 2)
+
+
+def test_optimizers_of_all_parameters_are_refused_where_experts_differ():
+    run_ranks(stepped_together, 2)
 
 
 def wrapped():
@@ -198,6 +232,14 @@ def wrapped():
         model = copy.deepcopy(Model(topology, groups_of(topology)))
         with pytest.raises(ValueError, match="whose 'experts.deepspeed_moe.experts.* is an expert's"):
             ddp(model)
+        with pytest.raises(
+            ValueError, match="fully_shard was given a model of which a parameter of shape .* is an exp"
+        ):
+            fully_shard(copy.deepcopy(model), mesh=init_device_mesh("cpu", (2,)))
+        with pytest.raises(
+            ValueError, match="FullyShardedDataParallel was given a model of which a parameter of shape"
+        ):
+            FullyShardedDataParallel(copy.deepcopy(model), device_id=torch.device("cpu"))
         experts = [
             f"experts.{name}" for name, one in model.experts.named_parameters() if not getattr(one, "allreduce", True)
         ]

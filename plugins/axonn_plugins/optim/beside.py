@@ -262,7 +262,7 @@ def _written_since(optimizer: FlatOptimizer) -> list[Entry]:
     Raises:
         RuntimeError: of another type, or elsewhere.
     """
-    found = [entry for entry, new in versions_of(optimizer.entries).items() if new != optimizer._versions[entry]]
+    found = [entry for entry in optimizer.entries if optimizer.writes.counted(entry.parameter)]
     kinds = (
         {entry: (store.dtype, store.device) for store in optimizer.stores for entry in store.entries} if found else {}
     )
@@ -310,8 +310,3 @@ def no_scaler() -> ValueError:
         "torch.amp.GradScaler finds no gradients beside this optimizer, which takes them as backward brings them; leave it out, "
         "give the optimizer loss_scale = 'dynamic', and call backward on optimizer.scale(loss)"
     )
-
-
-def versions_of(entries: Iterable[Entry]) -> dict[Entry, tuple[int, int]]:
-    """Numbers that every change of a parameter's memory moves, or other memory in its place (``parameter.data = ...``)."""
-    return {entry: (entry.parameter._version, entry.parameter.data_ptr()) for entry in entries}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from axonn_plugins.optim.beside import look_around, no_scaler, require_plain, take_over, take_written, versions_of
+from axonn_plugins.optim.beside import look_around, no_scaler, require_plain, take_over, take_written
 from axonn_plugins.optim.gathering import begin_gathers, gather_weights, land_all
 from axonn_plugins.optim.gradients import check_norm, clip_factor, squares_of
 from axonn_plugins.optim.lending import share_options
@@ -24,6 +24,7 @@ from axonn_plugins.optim.store import Entry, Ranks, Store, make_stores, ranks_of
 from axonn_plugins.optim.tiles import Buffers
 from axonn_plugins.optim.whole.find import make_inner
 from axonn_plugins.optim.whole.step import WholeStep
+from axonn_plugins.optim.writes import Writes
 from axonn_tp import Mesh
 from axonn_tp.comm.replicated import replicated_over, send_first
 
@@ -101,6 +102,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.on_gradients: list[Callable[[], None]] = []
         self.superseded: str | None = None
         groups, self.names = named_groups(params)
+        self.writes = Writes()
         require_plain(params, self.names, group is not None)
         super().__init__(groups, {})
         inner = self._make_inner()
@@ -125,11 +127,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     # Layout
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not after the optimizer is made.
-
-        Raises:
-            ValueError: always, then.
-        """
+        """Refuse parameters, by a ValueError, once the optimizer is made."""
         if hasattr(self, "entries"):
             raise ValueError(f"{type(self).__name__} lays out its state once: give all parameter groups to it at once")
         super().add_param_group(param_group)
@@ -145,7 +143,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.inner = inner
         own = self.rules if self._pruned else ()
         self.stores = make_stores(self.entries, self.bucket_bytes, self.stage, self.host, self.gradient_dtype, own)
-        self.reducer = Reducer(self.stores)
+        self.reducer = Reducer(self.stores, self._pruned, self.writes.refusal)
         if self.mesh is not None and self.mesh.size("z") > 1:
             # Ranks that lack a gradient begin its sum behind the others', in another place among the sums over z.
             self.reducer.active = not any(hasattr(entry.parameter, "axonn_at_times") for entry in self.entries)
@@ -159,7 +157,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def refresh_masters(self) -> None:
         """Take the master weights of parameters that were changed from outside from these; those that round to theirs stay."""
         load_masters(self.stores, self.tile_size)
-        self._versions = versions_of(self.entries)
+        self.writes.note(self.entries)
 
     def _written(self, entries: list[Entry]) -> None:
         """Somebody else has changed these parameters since the last step."""
@@ -257,9 +255,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         factor = self._factor()
         if not self.overflow:
             self._update(factor)
-        self._versions = versions_of(self.entries)
+        self.writes.end_step(self.entries)
         if self.stage and not self.overflow:
-            self._gather(self.stores, self.tile_size, lambda entries: self._versions.update(versions_of(entries)))
+            self._gather(self.stores, self.tile_size, self.writes.note)
         self.reducer.forget()
         return loss
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from axonn_tp.comm.stalls import step_ends
 _Order = list[tuple[Store, Bucket]]
 FLAG_BYTES = 4
 """Bytes of a flag: each round and group has one that says if a rank begins another round, and one that says if it had a gradient of each parameter."""
+_ELSEWHERE = "another rank that sums gradients with this one found a parameter that was changed by .data since the last step, and says which"
 _AHEAD = 2  # buckets of stage 2 whose gradients may be on their way at a time
 
 
@@ -59,20 +61,28 @@ class Reducer:
 
     Args:
         stores: all of them.
+        pruned: ranks that do not sum a parameter's gradients with this one may keep more or less of it, and so have other buckets. Buckets of few ranks
+            then come before those of more, which hold them all: else these would begin at other places of backward, among its own calls, and be
+            waited for in a circle.
+        look: gives a sentence where no step may follow, which every rank that sums gradients with this one then ends with.
 
     Attributes:
         active: whether gradients are reduced as they come; else they are only accumulated, in all stages, and `finish`
             reduces them.
     """
 
-    def __init__(self, stores: list[Store]) -> None:
-        self.active = True
+    def __init__(
+        self, stores: list[Store], pruned: bool = False, look: Callable[[], str | None] = lambda: None
+    ) -> None:
+        self.active, self._look = True, look
         self._order = [
             (store, bucket)
             for store in stores
             for bucket in store.buckets
             if (bucket.ranks > 1 or bucket.divisor != 1) and bucket.end > bucket.begin
         ]
+        if pruned:
+            self._order.sort(key=lambda one: one[1].ranks)
         self._bucket_of = {entry: bucket for store in stores for bucket in store.buckets for entry in bucket.entries}
         self._reduced: dict[dist.ProcessGroup | None, list[Entry]] = {}
         for _, bucket in self._order:
@@ -102,7 +112,7 @@ class Reducer:
         """
         if self._finished or entry in self._seen:
             if not self._finished:
-                self._end_round(self._order, more=True)
+                self._end_round(self._order, 1.0)
             self._reopen(self._order)
         bucket = self._bucket_of[entry]
         bucket.local = bucket.room()
@@ -148,21 +158,32 @@ class Reducer:
         return place
 
     def finish(self) -> None:
-        """Reduce what is left on any rank, and wait for all of it; every rank calls it. What has come on no rank stays away."""
+        """Reduce what is left on any rank, and wait for all of it; every rank calls it. What has come on no rank stays away.
+
+        Raises:
+            RuntimeError: a rank's `look` has found something.
+        """
         if self._finished:
             return
         step_ends()
+        refused = self._look()
         came: set[Entry] = set()
         left = self._order
         while left:
             more = set()
-            for group, values in self._end_round(left, more=False).items():
+            for group, values in self._end_round(left, math.nan if refused else 0.0).items():
                 another, *arrived = values.tolist()
+                if math.isnan(another):
+                    refused = refused or _ELSEWHERE
                 more |= {group} if another else set()
                 came.update(entry for entry, here in zip(self._reduced[group], arrived, strict=True) if here)
+            if refused:
+                break
             left = [(store, bucket) for store, bucket in left if bucket.process_group in more]
             if left:
                 self._reopen(left)
+        if refused:
+            raise RuntimeError(refused)
         self._finished = True
         for entry in came:
             entry.arrived = True
@@ -184,12 +205,12 @@ class Reducer:
         self._finished = False
         self._begin_round()
 
-    def _end_round(self, order: _Order, more: bool) -> dict[dist.ProcessGroup | None, Tensor]:
+    def _end_round(self, order: _Order, more: float) -> dict[dist.ProcessGroup | None, Tensor]:
         """Reduce what is left of a round, and tell the others where this rank is.
 
         Args:
             order: the round's buckets.
-            more: whether this rank begins another round.
+            more: 1 if this rank begins another round; not a number if it ends with an error.
 
         Returns:
             By group, how many of its ranks begin another, and how many have had a gradient of each of its parameters.
@@ -199,7 +220,7 @@ class Reducer:
         self._next = len(self._order)
         said = {}
         for group, bucket in {bucket.process_group: bucket for _, bucket in order}.items():
-            flags = [float(more), *(float(entry.arrived) for entry in self._reduced[group])]
+            flags = [more, *(float(entry.arrived) for entry in self._reduced[group])]
             said[group] = values = torch.tensor(flags, device=bucket.entries[0].parameter.device)
             if bucket.ranks > 1:
                 handle = dist.all_reduce(values, group=group, async_op=True)

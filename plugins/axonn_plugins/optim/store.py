@@ -21,6 +21,7 @@ from axonn_plugins.optim.index import Index
 
 _LEAST_BYTES, _CALLS = 2**18, 8
 """Fewer bytes a call waste time on latency; more calls let most of the sums run beside backward."""
+HALF = (torch.bfloat16, torch.float16)
 Ranks = tuple[dist.ProcessGroup | None, int]
 """Who sums a parameter's gradients, and by what the sum is divided."""
 
@@ -214,8 +215,7 @@ class Store:
         self._compact = buckets[0].stage > 1
         length = self.owned if self._compact else buckets[-1].end
         self.gradient = torch.zeros(length, dtype=buckets[0].dtype, device=self.device)
-        low = self.dtype in (torch.bfloat16, torch.float16)
-        self.master = self._make(torch.float32) if low else None
+        self.master = self._make(torch.float32) if self.dtype in HALF else None
         self.states: dict[str, Tensor] = {}
         for bucket in buckets:
             if not bucket.transient:

@@ -15,16 +15,16 @@ OF_PRUNED = (
 
 def needs_whole_matrices(name: str) -> bool:
     """True if an optimizer of this name would compute another step on shards."""
-    from axonn_tp.comm import optimizer_trial
+    from axonn_tp.comm import optimizer_kinds
 
-    return optimizer_trial.needs_whole_matrices(name)
+    return optimizer_kinds.needs_whole_matrices(name)
 
 
 def looks_at_whole_matrices(optimizer: Any) -> bool:
     """The same of an optimizer, which is tried where its name says nothing."""
-    from axonn_tp.comm import optimizer_trial
+    from axonn_tp.comm import optimizer_kinds
 
-    return optimizer_trial.looks_at_whole_matrices(optimizer)
+    return optimizer_kinds.looks_at_whole_matrices(optimizer)
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -17,9 +17,10 @@ import axonn_tp
 from axonn_plugins import config
 from axonn_plugins.config import ConfigError
 from axonn_tp import Mesh, first_difference
-from axonn_tp.context.recomputed import exchange
+from axonn_tp.context.recomputed import exchange, exchange_function, on_its_tokens
 
 exchange(checkpointing.CheckpointFunction)
+exchange_function(checkpointing.non_reentrant_checkpoint, on_its_tokens)
 
 _KEY = "axonn.tensor_parallel.plan"
 _LAYERS, _CONTEXT = (Path(axonn_tp.__file__).parent / room for room in ("layers", "context"))

@@ -8,13 +8,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import FunctionType
 from typing import Any
 
 import torch.utils.checkpoint as of_torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as of_deepspeed
 
 from axonn_tp import Mesh
+from axonn_tp.context.recomputed import exchange_function
 from ted_moe import Stash, Stashing
 from ted_moe.stash import Place
 
@@ -81,7 +81,10 @@ def _exchange() -> None:
     of_torch.axonn = True  # type: ignore[attr-defined]
     for function in (of_torch.CheckpointFunction, of_deepspeed.CheckpointFunction):
         function.forward = staticmethod(_stashing_forward(function.forward))  # type: ignore[method-assign]
-    _exchange_code(of_deepspeed.non_reentrant_checkpoint)
+    exchange_function(
+        of_deepspeed.non_reentrant_checkpoint,
+        lambda function: _active[-1].wrap(function) if _active else function,
+    )
     of_torch._checkpoint_without_reentrant_generator = _stashing_generator(
         of_torch._checkpoint_without_reentrant_generator
     )
@@ -92,20 +95,6 @@ def _stashing_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(ctx, _active[-1].wrap_reentrant(run_function) if _active else run_function, *rest)
 
     return forward
-
-
-def _exchange_code(checkpoint: Any) -> None:
-    """Have a function, which scripts may hold under any name, wrap the function that it is given."""
-    original = FunctionType(checkpoint.__code__, checkpoint.__globals__, checkpoint.__name__)
-
-    def stashing(function: Callable[..., Any], *rest: Any) -> Any:
-        return original(_active[-1].wrap(function) if _active else function, *rest)
-
-    def code(function, *args):  # type: ignore[no-untyped-def]
-        return axonn_stashing(function, *args)  # type: ignore[name-defined]  # noqa: F821  among DeepSpeed's globals
-
-    checkpoint.__globals__["axonn_stashing"] = stashing
-    checkpoint.__code__ = code.__code__
 
 
 def _stashing_generator(original: Callable[..., Any]) -> Callable[..., Any]:
