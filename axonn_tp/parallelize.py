@@ -33,6 +33,7 @@ from axonn_tp.context.model import share_sequences
 from axonn_tp.grid.distribute import agree_on_unread, broadcast, broadcast_buffers, read_rest, without_own
 from axonn_tp.grid.leaves import tensors_in
 from axonn_tp.grid.mesh import Mesh
+from axonn_tp.layers.as_share import take_own
 from axonn_tp.layers.batch_norm import synchronise
 from axonn_tp.layers.boundary import make_states_whole, whole_outputs, whole_states
 from axonn_tp.layers.conv import Conv
@@ -270,8 +271,7 @@ def _convert(placement: Placement, mesh: Mesh, gathers: Gathers, options: Option
     if isinstance(module, SplitWeight):
         module.gathers, module.axonn_name = gathers, placement.name
         gathers.register(module)
-    # An optional fast path of nn.TransformerEncoderLayer reads weights directly; a hook keeps it off.
-    module.register_forward_pre_hook(hooks.keep_slow_path)
+    module.register_forward_pre_hook(hooks.keep_slow_path if options.compile else take_own)
 
 
 def _share_inputs(placements: Mapping[str, Placement]) -> None:
@@ -295,7 +295,8 @@ def _count_locally(model: nn.Module, placements: Mapping[str, Placement], option
         if traced:
             hooks.count(module, traced, layer, _shares(layer))
         if names != traced:
-            count_locally(module, [count for count in names if count not in traced], partial(_shares, layer))
+            rest = [count for count in names if count not in traced]
+            count_locally(module, rest, partial(_shares, layer), getattr(layer, "in_features", 0))
 
 
 def _shares(layer: nn.Module) -> int:

@@ -80,12 +80,18 @@ class Judge:
         sizes: (in, out) features of the layers that may be split, by name.
         grid: the grid that the pairs are for.
         reasons: where it writes, by layer, why there is no pair.
+        arguments: widths of arguments may be counts (`axonn_tp.layers.as_share`).
     """
 
     def __init__(
-        self, shadow: Shadow | None, sizes: Mapping[str, tuple[int, int]], grid: Grid, reasons: dict[str, str]
+        self,
+        shadow: Shadow | None,
+        sizes: Mapping[str, tuple[int, int]],
+        grid: Grid,
+        reasons: dict[str, str],
+        arguments: bool,
     ) -> None:
-        self.shadow, self.sizes, self.grid, self.reasons = shadow, sizes, grid, reasons
+        self.shadow, self.sizes, self.grid, self.reasons, self._arguments = shadow, sizes, grid, reasons, arguments
 
     def decide(self, group: Group, traced: Traced) -> Group | str:
         """Parts, counts and heads by trial on the smallest module around the group, or why there are none."""
@@ -133,7 +139,7 @@ class Judge:
         parts = [tuple(r if r in (2, 3) else 1 for r in ratios), (1,) * len(ratios)]
         widths = {size for name in (*group.normal, group.transposed) for size in self.sizes[name]}
         one_parent = len({name.rpartition(".")[0] for name in group.normal}) == 1
-        names = counting_attributes(self.shadow.modules[group.parent], widths) if one_parent else [()]
+        names = counting_attributes(self.shadow.modules[group.parent], widths, self._arguments) if one_parent else [()]
         for counts in names:
             for part in dict.fromkeys(parts):
                 yield Group(group.normal, group.transposed, part, None, counts)
@@ -142,7 +148,7 @@ class Judge:
         """The error of a share of the module `name`, if there is one."""
         assert self.shadow is not None
         module = self.shadow.modules[group.parent]
-        if any((read_count(module, count) or 1) % shares for count in group.counts):
+        if any((read_count(module, count) or shares) % shares for count in group.counts):
             return Mismatch(f"its counts do not divide by {shares}")
         for share in range(shares) if every and shares <= 8 else sorted({0, 1, shares // 2, shares - 1}):
             try:
