@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from axonn_tp.comm.at_times import mark
 from axonn_tp.comm.clipping import measure_on_mesh
 from axonn_tp.comm.float32_accumulation import accumulate_as
 from axonn_tp.comm.overlap import Gathers, in_backward
@@ -98,8 +99,7 @@ def parallelize(
         raise ValueError(f'plan = {plan!r} is not a plan; give what layers become by name pattern, or "auto"')
     gathers = Gathers(mesh, options)
     tuner = Tuner(mesh.device, default_cache(), group=mesh.group("grid")) if options.tune_matmuls else None
-    for parameter in at_times(model, plan):
-        parameter.axonn_at_times = True  # type: ignore[attr-defined]
+    mark(at_times(model, plan))
     placements = {placement.name: placement for placement in place(model, mesh.grid, plan, options)}
     if options.compile:
         check_compiled(model, placements.values(), mesh.grid)

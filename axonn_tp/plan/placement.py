@@ -234,12 +234,12 @@ def place(model: nn.Module, grid: Grid, plan: Plan | None = None, options: Optio
     return placements
 
 
-def at_times(model: nn.Module, plan: Plan | None) -> Iterator[nn.Parameter]:
-    """Parameters of layers that a plan keeps whole because some ranks may not call them."""
+def at_times(model: nn.Module, plan: Plan | None) -> Iterator[nn.Module]:
+    """Layers that a plan keeps whole because some ranks may not call them, and what they hold."""
     modules = dict(model.named_modules())
     for name, layer in _named_plan(model, plan or {}).items():
         if layer.kind == "replicated":
-            yield from modules[name].parameters()
+            yield from modules[name].modules()
 
 
 def _head_sizes(model: nn.Module, named: Mapping[str, LayerPlan]) -> set[int]:
