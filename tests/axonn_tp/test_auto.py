@@ -427,6 +427,19 @@ def test_widths_that_are_read_of_the_input() -> None:
         axonn_tp.place(model, Grid(2, 1, 1, 1), {"c_attn": LayerPlan("normal", 3, counts=("y.shape[-1]",))})
 
 
+def test_odd_widths_are_split_or_the_axis_is_named() -> None:
+    def layers(width: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 8))
+
+    for width, gx, why in (
+        (37, 2, "37 output features do not divide by gx = 2"),
+        (1, 2, "1 features do not divide by one gx above 1"),
+        (121, 11, "traced and simulated"),
+    ):
+        plan, report = auto_plan(layers(width), Grid(gx, 1, 1, 1))
+        assert bool(plan) == (width % gx == 0) and all(why in row.why for row in report.rows), report
+
+
 def test_one_kv_head_or_too_few_stay_whole() -> None:
     few = {**GROUPED, "num_key_value_heads": 1}
     plan, report = auto_plan(hf("LlamaForCausalLM", **few), Grid(2, 1, 1, 1))

@@ -1,8 +1,9 @@
 """One pair of linears on trial: how its layers are to be read so that every share computes what the whole does.
 
-The smallest module around the pair is run as each of 2, 3, 5 or 7 shares (`axonn_tp.plan.search.shadow`), with one, two or three
-matrices side by side in its fused layers and with the attributes counted locally that could count what is split; the
-first reading under which all shares are right is taken, and refined to the finest cut that works.
+The smallest module around the pair is run as each of 2, 3, 5 or 7 shares, or of the fewest that divide its widths
+(`axonn_tp.plan.search.shadow`), with one, two or three matrices side by side in its fused layers and with the attributes
+counted locally that could count what is split; the first reading under which all shares are right is taken, and refined
+to the finest cut that works.
 """
 
 from __future__ import annotations
@@ -104,10 +105,11 @@ class Judge:
             except Exception as error:
                 let_out(error)
                 name = traced.name  # alone it is not called as it was, as with a cache that has been filled since
-        common = math.gcd(*(self.sizes[n][1] for n in group.normal), self.sizes[group.transposed][0])
-        probes = [p for p in _PRIMES if common % p == 0]
-        if not probes:
-            return f"{common} features in common do not divide by any of {', '.join(map(str, _PRIMES))}"
+        widths = {*(self.sizes[n][1] for n in group.normal), self.sizes[group.transposed][0]}
+        common = math.gcd(*widths)
+        if common == 1:
+            return f"{' and '.join(map(str, sorted(widths)))} features do not divide by one gx above 1"
+        probes = [p for p in _PRIMES if common % p == 0] or [min(d for d in divisors(common) if d > 1)]
         problem: Exception | None = None
         for shares in probes:
             for trial in self._variants(group):
