@@ -111,7 +111,8 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
             tokens = Tokens(input.shape[-2], self.mesh.size(self.split.contracted), input.dim())
         else:
             tokens = Tokens(tokens.whole, self.mesh.size(self.split.contracted), tokens.dims)
-        return split_among(output, self.mesh, self.split.split_over, tokens, self.split.pad_vocabulary)
+        split, features = self.split, self.split.features(self.out_features)
+        return split_among(output, self.mesh, split.split_over, tokens, split.pad_vocabulary, features)
 
     def _alone(self, input: Tensor) -> bool:
         """True if a script calls a model's layer by itself, as a head, on what is whole: by its width, and where tokens are shared by what gave it."""
@@ -122,7 +123,7 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
             and split.takes != "whole"
             and split_of(input) is None
             and input.shape[-1] == self.in_features
-            and (hasattr(input, "axonn_whole") or not shares_tokens)
+            and (hasattr(input, "axonn_gathered") or not shares_tokens)
             and hasattr(self, "axonn_name")
             and not self.gathers.in_forward
         )

@@ -83,9 +83,8 @@ class _Counts:
         self._running: list[tuple[list[tuple[str, Any]], list[AsShare]]] = []
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        shares, made = self._shares(), list[AsShare]()
-        if shares > 1:
-            args, kwargs, made = shaped(module, self._names, args, kwargs, self._width // shares)
+        shares = self._shares()
+        args, kwargs, made = shaped(module, self._names, args, kwargs, self._width // shares)
         self._running.append((divide(module, self._names, 1 if self._running else shares), made))
         return args, kwargs
 
