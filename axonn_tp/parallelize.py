@@ -49,7 +49,7 @@ from axonn_tp.layers.layer_norm import LayerNorm
 from axonn_tp.layers.linear import Linear
 from axonn_tp.layers.materialise import Materialiser
 from axonn_tp.layers.own_losses import look_at_losses
-from axonn_tp.layers.parts import refuse_transforms, shared_again, watch_parts
+from axonn_tp.layers.parts import refuse_transforms, refuse_whole_tokens, shared_again, watch_parts
 from axonn_tp.layers.rms_norm import RMSNorm
 from axonn_tp.layers.shared_uses import SharedUses
 from axonn_tp.layers.tuning import TunedMatmul, Tuner
@@ -221,7 +221,7 @@ def _enter_forward(model: nn.Module, inputs: tuple, keywords: dict[str, Any]) ->
             forward.uses.begin(given)
         if model.training and forward.order.looks and forward.uses.looks:
             look_at_losses(model)
-    return shared_again(given, forward.mesh)
+    return shared_again(given, forward)
 
 
 def _leave_forward(model: nn.Module, inputs: tuple, output: object) -> Any:
@@ -257,6 +257,8 @@ def _convert(placement: Placement, mesh: Mesh, gathers: Gathers, options: Option
         module.gathers, module.axonn_name = gathers, placement.name
         gathers.register(module)
     module.register_forward_pre_hook(hooks.keep_slow_path if options.compile else take_own)
+    if placement.kind == "norm" and placement.scatter_tokens and mesh.size("x") > 1:
+        module.register_forward_pre_hook(refuse_whole_tokens)
 
 
 def _share_inputs(placements: Mapping[str, Placement]) -> None:

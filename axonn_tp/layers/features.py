@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ def followed(
     if function in _ELEMENTWISE:
         kept = made.dim() >= -features.dim and made.shape[features.dim] == width
         return features if kept else None
-    return _moved(function, args, kwargs, made, features, width, shares) if function in _MOVING and width > 1 else None
+    return _moved(function, args, kwargs, made, features, width, shares) if function in _MOVING else None
 
 
 def _moved(
@@ -110,33 +110,36 @@ def _moved(
     width: int,
     shares: Callable[[Any], bool],
 ) -> Features | None:
-    """Try a function on activations in which each number is that of its feature."""
+    """Try a function on whole activations in which each number is that of its feature: what is right for a share alone, as a size, is refused."""
 
     def numbered(one: Any) -> Any:
         if not shares(one):
             return one
-        numbers = torch.arange(width, dtype=torch.float64, device=one.device)
-        return numbers.view(-1, *[1] * (-features.dim - 1)).expand(one.shape).contiguous()
+        sizes = list(one.shape)
+        sizes[features.dim] = features.whole
+        numbers = torch.arange(features.whole, dtype=torch.float64, device=one.device)
+        return numbers.view(-1, *[1] * (-features.dim - 1)).expand(sizes).contiguous()
 
     try:
         with torch.no_grad():
             given, named = tree_map(numbered, (args, kwargs))
-            tried = tree_leaves(function(*given, **named))
-    except (RuntimeError, TypeError):
+            tried = [one for one in tree_leaves(function(*given, **named)) if isinstance(one, Tensor)]
+    except (RuntimeError, TypeError, ValueError, IndexError):
         return None
-    like = [one for one in tried if isinstance(one, Tensor) and one.is_floating_point() and one.shape == made.shape]
-    dims = {_dim_of(one, width) for one in like if made.is_floating_point()}
-    dim = dims.pop() if len(dims) == 1 else 0
-    return Features(dim, features.axes, features.whole, features.parts) if dim else None
+    dims = {_dim_of(one, made, features.whole, width) for one in tried if one.is_floating_point()}
+    dim = dims.pop() if len(dims) == 1 and made.is_floating_point() else 0
+    return replace(features, dim=dim) if dim else None
 
 
-def _dim_of(numbers: Tensor, width: int) -> int:
-    """The dim, from the end, along which numbers count from 0; 0 where there is none."""
+def _dim_of(numbers: Tensor, made: Tensor, whole: int, width: int) -> int:
+    """The dim, from the end, along which numbers count from 0, and a share has its width; 0 where there is none, or other dims differ."""
     for dim in range(-1, -numbers.dim() - 1, -1):
-        if numbers.shape[dim] == width:
-            expected = torch.arange(width, dtype=numbers.dtype, device=numbers.device)
+        if numbers.shape[dim] == whole:
+            sizes = list(numbers.shape)
+            sizes[dim] = width
+            expected = torch.arange(whole, dtype=numbers.dtype, device=numbers.device)
             if torch.equal(numbers, expected.view(-1, *[1] * (-dim - 1)).expand(numbers.shape)):
-                return dim
+                return dim if sizes == list(made.shape) else 0
     return 0
 
 

@@ -98,7 +98,8 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
             ValueError: the input is not what this layer takes.
         """
         if self.split.takes == "whole" and split_of(input) is not None:
-            input = whole_activation(input, self.mesh, self.in_features)
+            whole = whole_activation(input, self.mesh, self.in_features)
+            input = whole.flatten(0, -2) if input.dim() < whole.dim() else whole
         elif self._alone(input):
             input = self._share(input)
         tokens = self._tokens(input)

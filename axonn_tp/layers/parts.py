@@ -6,7 +6,7 @@ it gave is taken for the share that it was where another part, or the model, is 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from axonn_tp.comm.collectives import gather_from, split_to
 from axonn_tp.comm.overlap import Gathers, in_backward
@@ -21,11 +22,13 @@ from axonn_tp.comm.same_on_replicas import SameOnReplicas
 from axonn_tp.grid.leaves import tensors_in
 from axonn_tp.grid.mesh import Mesh
 from axonn_tp.layers.activation import ActivationSplit, plain, split_among, split_of
+from axonn_tp.layers.as_share import own
 from axonn_tp.layers.boundary import whole_outputs
 from axonn_tp.layers.exports import refuse_changed
 from axonn_tp.layers.features import following
 from axonn_tp.layers.product import filled
 from axonn_tp.layers.shared_uses import SharedUses
+from axonn_tp.layers.tokens import REMEDY
 from axonn_tp.layers.weight import Split, SplitWeight
 
 
@@ -104,7 +107,7 @@ def _enter(part: nn.Module, inputs: tuple, keywords: dict[str, Any]) -> Any:
             forward.same.begin(given)
         if part.training or any(tensor.requires_grad for tensor in tensors_in(given)):
             forward.uses.begin(given)
-    return shared_again(given, forward.mesh)
+    return shared_again(given, forward)
 
 
 def _end(gathers: Gathers) -> None:
@@ -113,6 +116,8 @@ def _end(gathers: Gathers) -> None:
 
 def _leave(part: nn.Module, inputs: tuple, output: Any) -> Any:
     state: _Part = part.axonn_part  # type: ignore[assignment]
+    if not state.calls:  # another hook ended the call before it began here
+        return None
     for forward in state.forwards:
         forward.running -= 1
     stack, forward = state.calls.pop(), state.forwards[-1]
@@ -121,40 +126,45 @@ def _leave(part: nn.Module, inputs: tuple, output: Any) -> Any:
     stack.close()
     if not in_backward():
         forward.uses.end(part, output)
+    if not any(split_of(tensor) is not None for tensor in tensors_in(output)):
+        return None
+    output = tree_map(lambda one: _whole(one, state), output)
     if state.published:
         output = whole_outputs(output, forward.mesh)
-    if any(split_of(tensor) is not None for tensor in tensors_in(output)):
-        output = tree_map(lambda one: _whole(one, state) if isinstance(one, Tensor) else one, output)
     for left in tensors_in(output):
         if split_of(left) is not None:
-            raise ValueError(_said(left, state, "in an object of the model's own"))
+            raise ValueError(
+                f"{state.name} was called by itself and gives a share of an activation, of shape {tuple(left.shape)}, which the plan splits over "
+                f"{' and '.join(split_of(left).over)}, in a way that is not known behind this code; call the model, whose outputs are whole, and have it "  # type: ignore[union-attr]
+                "return this, or leave the layers around it out of the plan, which makes them self_contained"
+            )
     return output
 
 
 @dataclass(frozen=True)
 class _Given:
-    """How a tensor that a part gave whole is split within the model: its split, and a share's shape."""
+    """How a tensor that a part gave whole is split within its models: whose, its shape, its split, and a share's shape."""
 
+    forwards: tuple[Forward, ...]
+    whole: torch.Size
     split: ActivationSplit
-    shape: torch.Size
+    share: torch.Size
 
 
-def _whole(given: Tensor, state: _Part) -> Tensor:
-    """All of an activation.
+_given: MutableMapping[Tensor, _Given] = WeakTensorKeyDictionary()
 
-    Raises:
-        ValueError: where its features lie is not known, or its tokens are no share any more.
-    """
-    split = split_of(given)
+
+def _whole(given: Any, state: _Part) -> Any:
+    """All of an activation, or itself where it is not known how it lies."""
+    split = split_of(given) if isinstance(given, Tensor) else None
     if split is None:
         return given
     mesh, features, tokens = state.forwards[-1].mesh, split.features, split.tokens
     scattered = tokens is not None and tokens.ranks > 1
-    known = {axis for axis in (features.axes if features else ()) if mesh.size(axis) > 1} | (
-        {"x"} if scattered else set()
-    )
+    known = {axis for axis in (features.axes if features else ()) if mesh.size(axis) > 1}
+    known |= {"x"} if scattered else set()
     if known != {*split.over} or (scattered and features is not None and features.dim != -1):
-        raise ValueError(_said(given, state, "in a way that is not known behind this code"))
+        return given
     rows = plain(given)
     if scattered:
         rows = tokens.unflatten(rows)  # type: ignore[union-attr]
@@ -162,38 +172,44 @@ def _whole(given: Tensor, state: _Part) -> Tensor:
     rows = rows if features is None else features.gather(rows, mesh)
     if scattered:
         rows = gather_from(rows.contiguous(), mesh, "x", -2)[..., : tokens.whole, :]  # type: ignore[union-attr]
-    whole = rows.flatten(0, -2) if flat else rows.view_as(rows)
-    if not flat:
-        whole.axonn_gathered = _Given(split, given.shape)  # type: ignore[attr-defined]
-    return whole
+    if flat:
+        return rows.flatten(0, -2)
+    _given[rows] = _Given(tuple(state.forwards), rows.shape, split, given.shape)
+    return rows
 
 
-def _said(given: Tensor, state: _Part, how: str) -> str:
-    over = " and ".join(split_of(given).over)  # type: ignore[union-attr]
-    return (
-        f"{state.name} was called by itself and gives a share of an activation, of shape {tuple(given.shape)}, which the plan splits over {over}, {how}; call "
-        "the model, whose outputs are whole, and have it return this, or leave the layers around it out of the plan, which makes them self_contained"
-    )
-
-
-def shared_again(given: tuple[tuple, dict[str, Any]], mesh: Mesh) -> tuple[tuple, dict[str, Any]] | None:
-    """Arguments of a forward in which what a part gave whole is this rank's share again; None where nothing is."""
-    if not any(hasattr(one, "axonn_gathered") for one in tree_leaves(given)):
+def shared_again(given: tuple[tuple, dict[str, Any]], forward: Forward) -> tuple[tuple, dict[str, Any]] | None:
+    """Arguments of a forward in which what a part of its model gave whole is this rank's share again; None where nothing is."""
+    if not _given or not any(isinstance(one, Tensor) and one in _given for one in tree_leaves(given)):
         return None
-    return tree_map(lambda one: _share(one, mesh), given)
+    return tree_map(lambda one: _share(one, forward), given)
 
 
-def _share(whole: Any, mesh: Mesh) -> Any:
-    note = getattr(whole, "axonn_gathered", None)
-    if not isinstance(note, _Given):
+def _share(whole: Any, forward: Forward) -> Any:
+    note = _given.get(whole) if isinstance(whole, Tensor) else None
+    if note is None or forward not in note.forwards or note.whole != whole.shape:
         return whole
-    split, share = note.split, whole
+    mesh, split, share = forward.mesh, note.split, whole
     tokens, features = split.tokens, split.features
     if tokens is not None and tokens.ranks > 1:
         share = split_to(filled(share, -2, tokens.ranks), mesh, "x", -2)
     if features is not None:
-        share = features.split(share, mesh, note.shape[features.dim])
+        share = features.split(share, mesh, note.share[features.dim])
     return split_among(share, mesh, split.over, tokens, split.classes, features)
+
+
+def refuse_whole_tokens(norm: nn.Module, inputs: tuple) -> None:
+    """Refuse rows that are whole on every rank of x in a norm of scattered tokens, whose gradients are summed over x: a hook.
+
+    Raises:
+        ValueError: such gradients would be gx times too large.
+    """
+    split = split_of(own(inputs[0])) if inputs else None
+    if torch.is_grad_enabled() and inputs and (split is None or split.tokens is None or split.tokens.ranks == 1):
+        raise ValueError(
+            f"{norm}: an input of shape {tuple(inputs[0].shape)} does not tell of how many tokens it is a share, where the plan scatters tokens over x; "
+            f"call the norm in the model's forward, or with what the part before it gave, or {REMEDY}"
+        )
 
 
 def refuse_transforms(gathers: Iterable[Gathers]) -> None:
