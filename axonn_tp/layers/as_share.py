@@ -29,6 +29,7 @@ class AsShare(Tensor):
 
     axonn_own: Tensor
     axonn_told: torch.Size
+    axonn_stands_in = True
 
     @classmethod
     def __torch_function__(
