@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -17,9 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from axonn_tp.comm.at_times import mark
 from axonn_tp.comm.clipping import measure_on_mesh
 from axonn_tp.comm.float32_accumulation import accumulate_as
-from axonn_tp.comm.overlap import Gathers, in_backward
+from axonn_tp.comm.overlap import Gathers
 from axonn_tp.comm.own_calls import know, take_over
 from axonn_tp.comm.replicated import agree_on_bits
 from axonn_tp.comm.same_on_replicas import SameOnReplicas
@@ -33,8 +35,9 @@ from axonn_tp.context.model import share_sequences
 from axonn_tp.grid.distribute import agree_on_unread, broadcast, broadcast_buffers, read_rest, without_own
 from axonn_tp.grid.leaves import tensors_in
 from axonn_tp.grid.mesh import Mesh
+from axonn_tp.layers.as_share import take_own
 from axonn_tp.layers.batch_norm import synchronise
-from axonn_tp.layers.boundary import make_states_whole, whole_outputs, whole_states
+from axonn_tp.layers.boundary import make_states_whole, whole_states
 from axonn_tp.layers.conv import Conv
 from axonn_tp.layers.cross_entropy import CrossEntropyLoss
 from axonn_tp.layers.eager import compiler_runs, leave_to_eager, tell_uncompiled
@@ -46,6 +49,7 @@ from axonn_tp.layers.layer_norm import LayerNorm
 from axonn_tp.layers.linear import Linear
 from axonn_tp.layers.materialise import Materialiser
 from axonn_tp.layers.own_losses import look_at_losses
+from axonn_tp.layers.parts import refuse_transforms, refuse_whole_tokens, shared_again, watch_parts
 from axonn_tp.layers.rms_norm import RMSNorm
 from axonn_tp.layers.shared_uses import SharedUses
 from axonn_tp.layers.tuning import TunedMatmul, Tuner
@@ -97,8 +101,7 @@ def parallelize(
         raise ValueError(f'plan = {plan!r} is not a plan; give what layers become by name pattern, or "auto"')
     gathers = Gathers(mesh, options)
     tuner = Tuner(mesh.device, default_cache(), group=mesh.group("grid")) if options.tune_matmuls else None
-    for parameter in at_times(model, plan):
-        parameter.axonn_at_times = True  # type: ignore[attr-defined]
+    mark(at_times(model, plan))
     placements = {placement.name: placement for placement in place(model, mesh.grid, plan, options)}
     if options.compile:
         check_compiled(model, placements.values(), mesh.grid)
@@ -157,96 +160,79 @@ _AS_THEY_ARE = SimpleNamespace(
 
 
 class _Forward:
-    """The state that a model's hooks share; a copy of the model has its own."""
+    """The state that a model's hooks share; a copy of the model, or of a part of it, has its own."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, tuner: Tuner | None) -> None:
+    def __init__(self, mesh: Mesh, tuner: Tuner | None) -> None:
         self.tuner, self.uses, self.same, self.mesh = tuner, SharedUses(mesh), SameOnReplicas(mesh), mesh
         self.order = SameOrder()
-        self.running = 0  # forwards, of the model or of models within, one inside another
-        self.published = bool(published_in(model))
-        split = [module for module in model.modules() if isinstance(module, Split)]
-        self.layers: dict[Gathers, list[SplitWeight]] = defaultdict(list)
-        for module in split:
-            if isinstance(module, SplitWeight):
-                self.layers[module.gathers].append(module)
+        self.running = 0  # forwards, of the model or of its parts, one inside another
+        self.published = False
+        self._layers: dict[Gathers, list[SplitWeight]] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        made = memo[id(self)] = _Forward(self.mesh, deepcopy(self.tuner, memo))
+        made.published, made.order, made.same = self.published, deepcopy(self.order), deepcopy(self.same)
+        return made
+
+    def layers(self, model: nn.Module) -> dict[Gathers, list[SplitWeight]]:
+        """The model's layers by who gathers their weights."""
+        if self._layers is None:
+            self._layers = defaultdict(list)
+            for module in model.modules():
+                if isinstance(module, SplitWeight):
+                    self._layers[module.gathers].append(module)
+        return self._layers
 
 
 def _watch_forward(model: nn.Module, mesh: Mesh, tuner: Tuner | None) -> None:
     """While the model's forward runs, code that reads a split layer's weight finds it whole."""
-    known = hasattr(model, "axonn_forward")
-    model.axonn_forward = _Forward(model, mesh, tuner)  # type: ignore[assignment]
-    for part in published_in(model):
-        if part is model:
-            continue
-        part.axonn_part_of = model.axonn_forward
-        if not known:
-            part.register_forward_pre_hook(_enter_part, prepend=True)
-            part.register_forward_hook(_leave_part, always_call=True)
-    if not known:
+    before: Any = vars(model).get("axonn_forward")
+    forward = _Forward(mesh, tuner)
+    forward.published = bool(published_in(model))
+    forward.layers(model)  # in `as_serial` layers are of other classes
+    model.axonn_forward = forward  # type: ignore[assignment]
+    watch_parts(model, forward, before, {id(part) for part in published_in(model)})
+    if before is None:
         model.register_forward_pre_hook(_enter_forward, prepend=True, with_kwargs=True)
         model.register_forward_hook(_leave_forward, always_call=True)
 
 
-def _enter_part(part: nn.Module, inputs: tuple) -> None:
-    part.axonn_part_of.running += 1  # type: ignore[operator, union-attr]
-
-
-def _leave_part(part: nn.Module, inputs: tuple, output: Any) -> Any:
-    """A model inside of the model, as HF's `base_model`, that a script calls by itself gives no shares."""
-    forward: _Forward = part.axonn_part_of  # type: ignore[assignment]
-    forward.running -= 1
-    return None if forward.running or in_backward() else whole_outputs(output, forward.mesh)
-
-
-def _enter_forward(model: nn.Module, inputs: tuple, keywords: dict[str, Any]) -> None:
+def _enter_forward(model: nn.Module, inputs: tuple, keywords: dict[str, Any]) -> Any:
     forward: _Forward = model.axonn_forward  # type: ignore[assignment]
+    layers = forward.layers(model)
     forward.running += 1
-    for gathers in forward.layers:  # before what may end the call, which leaves them all the same
+    for gathers in layers:  # before what may end the call, which leaves them all the same
         gathers.enter()
     refuse_changed()
-    _refuse_transforms(forward.layers)
-    if forward.layers and compiler_runs():
+    refuse_transforms(layers)
+    if layers and compiler_runs():
         tell_uncompiled()
     if forward.tuner is not None and forward.tuner.stepped and not forward.tuner.finished:
         forward.tuner.finish()
-    for gathers, layers in forward.layers.items():
+    for gathers, held in layers.items():
         # In `as_serial` layers are plain, and gather for themselves.
-        if all(isinstance(layer, SplitWeight) for layer in layers):
-            gathers.begin(layers)
+        if all(isinstance(layer, SplitWeight) for layer in held):
+            gathers.begin(held)
     given = inputs, keywords
-    if not torch.is_grad_enabled():
-        return
-    if model.training:
-        forward.same.begin(given)
-    if forward.running == 1 and (model.training or any(tensor.requires_grad for tensor in tensors_in(given))):
-        forward.uses.begin(given)
-    if model.training and forward.order.looks and forward.uses.looks:
-        look_at_losses(model)
-
-
-def _refuse_transforms(layers: Iterable[Gathers]) -> None:
-    """Refuse torch.func's transforms, which no collective knows.
-
-    Raises:
-        ValueError: one is under way.
-    """
-    stack = torch._C._functorch.peek_interpreter_stack()
-    if stack is not None and any(gathers.mesh.size("model") * gathers.mesh.size("z") > 1 for gathers in layers):
-        raise ValueError(
-            f"torch.func ({stack.key().name.lower()}) transforms a model that is split over ranks, whose layers communicate, which it cannot; use "
-            "torch.autograd.grad, with create_graph=True for gradients of gradients, and for each sample a pass of its own"
-        )
+    if torch.is_grad_enabled():
+        if model.training:
+            forward.same.begin(given)
+        if forward.running == 1 and (model.training or any(tensor.requires_grad for tensor in tensors_in(given))):
+            forward.uses.begin(given)
+        if model.training and forward.order.looks and forward.uses.looks:
+            look_at_losses(model)
+    return shared_again(given, forward)
 
 
 def _leave_forward(model: nn.Module, inputs: tuple, output: object) -> Any:
     forward: _Forward = model.axonn_forward  # type: ignore[assignment]
     forward.running -= 1
-    for gathers in forward.layers:
+    for gathers in forward.layers(model):
         gathers.leave()
     if not forward.running:
         forward.uses.end(model, output)
     if model.training:
-        forward.order.passed(forward.layers)
+        forward.order.passed(forward.layers(model))
     make_states_whole(output, forward.mesh)
     return whole_states(output, forward.mesh) if type(output) is tuple and forward.published else None
 
@@ -270,8 +256,9 @@ def _convert(placement: Placement, mesh: Mesh, gathers: Gathers, options: Option
     if isinstance(module, SplitWeight):
         module.gathers, module.axonn_name = gathers, placement.name
         gathers.register(module)
-    # An optional fast path of nn.TransformerEncoderLayer reads weights directly; a hook keeps it off.
-    module.register_forward_pre_hook(hooks.keep_slow_path)
+    module.register_forward_pre_hook(hooks.keep_slow_path if options.compile else take_own)
+    if placement.kind == "norm" and placement.scatter_tokens and mesh.size("x") > 1:
+        module.register_forward_pre_hook(refuse_whole_tokens)
 
 
 def _share_inputs(placements: Mapping[str, Placement]) -> None:
@@ -295,7 +282,8 @@ def _count_locally(model: nn.Module, placements: Mapping[str, Placement], option
         if traced:
             hooks.count(module, traced, layer, _shares(layer))
         if names != traced:
-            count_locally(module, [count for count in names if count not in traced], partial(_shares, layer))
+            rest = [count for count in names if count not in traced]
+            count_locally(module, rest, partial(_shares, layer), getattr(layer, "in_features", 0))
 
 
 def _shares(layer: nn.Module) -> int:

@@ -141,6 +141,7 @@ class Gathers:
 
     Attributes:
         forwards: how many forwards of models are under way, one inside another.
+        parts: how many calls of parts of a model by themselves are.
         order: a digest of which layers asked for their weights so far, the same on all ranks of z unless they ran other passes.
     """
 
@@ -154,7 +155,7 @@ class Gathers:
         self._kept: dict[GatheredLayer, tuple[_Key, Tensor]] = {}
         self._sources: dict[GatheredLayer, tuple[Tensor, torch.dtype]] = {}
         self._numbers: dict[GatheredLayer, int] = {}
-        self.forwards = 0
+        self.forwards = self.parts = 0
         self.sums = Sums(mesh, options.bucket_bytes)
         self._gradients, self._sent = ShardGradients(), SentAhead()
         self.order, self._forward_since = 0, False

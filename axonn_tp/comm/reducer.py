@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from axonn_tp.comm.at_times import are_marked
 from axonn_tp.comm.collectives import Pending, start_all_reduce_
 from axonn_tp.comm.gradients import Over, buckets, drop_absent, gradient_dtype, mark_absent, sum_gradients, summed_over
 from axonn_tp.comm.replicated import send_first
@@ -280,8 +281,7 @@ class GradientReducer(BucketReducer):
     ) -> None:
         check_bytes(bucket_bytes)
         parameters, self.mesh = list(parameters), mesh
-        # Ranks that lack a gradient begin its sum behind the others', in another place among the sums over z.
-        early = mesh.size("z") == 1 or not any(hasattr(p, "axonn_at_times") for p in parameters if p.requires_grad)
+        early = mesh.size("z") == 1 or not are_marked(parameters)
         over, divisor = partial(summed_over, mesh=mesh), mesh.grid.batch if average else 1
         super().__init__(parameters, over, divisor, mesh.device, bucket_bytes, early)
 

@@ -9,6 +9,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from axonn_tp.grid.mesh import Grid
+from axonn_tp.layers.as_share import argument
 from axonn_tp.plan.rules import Placement
 
 _LEAVE_OUT = "or leave compile out: torch.compile then leaves split layers as they are"
@@ -31,6 +32,11 @@ def check_compiled(model: nn.Module, placements: Iterable[Placement], grid: Grid
             raise ValueError(
                 f"layer {placement.name}: a {type(placement.module).__name__} that is split is not traced, as compile = True asks; name it replicated "
                 f"in the plan, {_LEAVE_OUT}"
+            )
+        for count in filter(argument, placement.counts):
+            raise ValueError(
+                f"layer {placement.name}: counts name {count!r}, an argument's width, which is not traced as compile = True asks; have its module read the "
+                f"width of what the layer gives, {_LEAVE_OUT}"
             )
     if grid.gx * grid.gy == 1:
         return

@@ -8,21 +8,21 @@ every rank of x and y are plain tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.nn import Parameter
 from torch.overrides import get_default_nowrap_functions
 
-from axonn_tp.comm.shard_gradients import OwnRead
 from axonn_tp.grid.mesh import AXES, Mesh
 from axonn_tp.layers.classes import refuse_across
 from axonn_tp.layers.dropout import drawing, forked
+from axonn_tp.layers.features import Features, placed
+from axonn_tp.layers.features import followed as followed_features
 from axonn_tp.layers.tokens import Tokens, followed, joined
-from axonn_tp.layers.whole_weight import WholeWeight, in_place
+from axonn_tp.layers.uses_on_shares import noted_uses, uses_on_shares
 
 unwatched = torch._C.DisableTorchFunctionSubclass
 """Inside, activations are treated as plain tensors, and what is made of them is plain."""
@@ -37,12 +37,14 @@ class ActivationSplit:
         coordinates: this rank's place on all axes.
         tokens: how its tokens lie; None where every rank has them all, in their place.
         classes: its features are classes, of which each rank has some.
+        features: how its features lie, where that is followed.
     """
 
     over: tuple[str, ...]
     coordinates: Mapping[str, int]
     tokens: Tokens | None = None
     classes: bool = False
+    features: Features | None = None
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -52,7 +54,9 @@ class ActivationSplit:
     def joined(self, other: ActivationSplit) -> ActivationSplit:
         """Split of a tensor that is made of two activations."""
         over = self.over if set(other.over) <= set(self.over) else tuple(dict.fromkeys((*self.over, *other.over)))
-        return ActivationSplit(over, self.coordinates, joined(self.tokens, other.tokens), self.classes or other.classes)
+        features = self.features if self.features == other.features else None
+        tokens = joined(self.tokens, other.tokens)
+        return ActivationSplit(over, self.coordinates, tokens, self.classes or other.classes, features)
 
 
 class Activation(Tensor):
@@ -69,6 +73,8 @@ class Activation(Tensor):
         cls, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """The function's result, which is split as what it was given."""
+        if len(types) > 1 and any(getattr(kind, "axonn_stands_in", False) for kind in types):
+            return NotImplemented  # what stands for an activation calls the function with it
         kwargs = kwargs or {}
         if function in _ENGINE:
             return _differentiate(function, args, kwargs)
@@ -81,7 +87,7 @@ class Activation(Tensor):
             if function in _COUNTING:
                 return ShareCount(function(*args, **kwargs))
             if uses_on_shares:
-                args, kwargs = _noted_uses(function, args, kwargs, split.over)
+                args, kwargs = noted_uses(function, args, kwargs, split.over)
             if drawing(function, args, kwargs):
                 with forked(split.place, given.device):
                     made = function(*args, **kwargs)
@@ -234,9 +240,16 @@ def _follow(
         return
     if function in _NEW and made.shape != given.shape:
         return
-    tokens = followed(function, args, kwargs, given, made, split.tokens)
+    tokens, features = followed(function, args, kwargs, given, made, split.tokens), split.features
+    if features is not None:
+        features = followed_features(function, args, kwargs, made, features, _is_share)
+    as_before = tokens is split.tokens and features is split.features
     made.__class__ = Activation
-    made.axonn_split = split if tokens is split.tokens else replace(split, tokens=tokens)  # type: ignore[attr-defined]
+    made.axonn_split = split if as_before else replace(split, tokens=tokens, features=features)  # type: ignore[attr-defined]
+
+
+def _is_share(one: Any) -> bool:
+    return type(one) is Activation
 
 
 def _differentiate(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -259,47 +272,6 @@ def _each(change: Any, arg: Any) -> Any:
     return change(arg) if type(arg) in (Activation, ShareSum) else arg
 
 
-@dataclass
-class UsesOnShares:
-    """Differentiable plain tensors that come to activations in a pass.
-
-    Attributes:
-        nodes: by which they come.
-        parameters: among them, by id, each with the axes along which the shares differ.
-    """
-
-    nodes: list[Any] = field(default_factory=list)
-    parameters: dict[int, tuple[Tensor, set[str]]] = field(default_factory=dict)
-
-
-uses_on_shares: list[UsesOnShares] = []
-"""For each pass that `axonn_tp.layers.shared_uses` looks at, one inside another."""
-
-
-def _noted_uses(
-    function: Any, args: tuple, kwargs: dict[str, Any], over: tuple[str, ...]
-) -> tuple[tuple, dict[str, Any]]:
-    kept = 1 if in_place(function) else 0  # what is changed in place stays itself
-    noted = tuple(_noted_use(arg, over) for arg in args[kept:])
-    return (*args[:kept], *noted), {key: _noted_use(arg, over) for key, arg in kwargs.items()}
-
-
-def _noted_use(arg: Any, over: tuple[str, ...]) -> Any:
-    if type(arg) in (tuple, list):
-        return type(arg)(_noted_use(one, over) for one in arg)
-    if type(arg) not in (Tensor, Parameter, WholeWeight) or not (arg.requires_grad or type(arg) is Parameter):
-        return arg
-    uses = uses_on_shares[-1]
-    if type(arg) is Parameter:
-        uses.parameters.setdefault(id(arg), (arg, set()))[1].update(over)
-    if not arg.requires_grad:
-        return arg
-    made: Tensor = OwnRead.apply(arg) if type(arg) is Parameter else arg.view_as(arg)
-    if made.requires_grad:
-        uses.nodes.append(made.grad_fn)
-    return made
-
-
 def split_of(tensor: Tensor) -> ActivationSplit | None:
     """The split of a tensor over x and y; None for a plain one."""
     return tensor.__dict__["axonn_split"] if type(tensor) is Activation else None
@@ -314,7 +286,12 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def split_among(
-    tensor: Tensor, mesh: Mesh, over: tuple[str, ...], tokens: Tokens | None = None, classes: bool = False
+    tensor: Tensor,
+    mesh: Mesh,
+    over: tuple[str, ...],
+    tokens: Tokens | None = None,
+    classes: bool = False,
+    features: Features | None = None,
 ) -> Tensor:
     """Note on a tensor that was just made how it is split.
 
@@ -324,9 +301,11 @@ def split_among(
         over: axes among whose ranks it may differ.
         tokens: how its tokens lie.
         classes: see `ActivationSplit`.
+        features: how its features lie.
     """
     axes = tuple(axis for axis in over if mesh.size(axis) > 1)
-    return _noted(tensor, ActivationSplit(axes, mesh.coordinates, tokens, classes)) if axes else tensor
+    split = ActivationSplit(axes, mesh.coordinates, tokens, classes, placed(features)) if axes else None
+    return tensor if split is None else _noted(tensor, split)
 
 
 def split_as(tensor: Tensor, other: Tensor) -> Tensor:

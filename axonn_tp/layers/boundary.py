@@ -78,20 +78,14 @@ def make_states_whole(outputs: Any, mesh: Mesh) -> None:
 
 
 def whole_outputs(outputs: Any, mesh: Mesh) -> Any:
-    """Outputs of a part of a model that is called by itself, whole where they are shares.
+    """Outputs of a model that is a part of another one, as HF's, whole where states and attentions, by name or place, are shares.
 
     Args:
         outputs: of its forward; a mapping changes in place.
         mesh: the mesh.
-
-    Raises:
-        ValueError: an activation between the layers of a pair.
     """
     make_states_whole(outputs, mesh)
-    if isinstance(outputs, MutableMapping):
-        for name, given in list(outputs.items()):
-            outputs[name] = _whole_output(given, mesh)
-    return whole_states(outputs, mesh) if type(outputs) is tuple else _whole_output(outputs, mesh)
+    return whole_states(outputs, mesh) if type(outputs) is tuple else outputs
 
 
 def whole_states(outputs: tuple, mesh: Mesh) -> tuple:
@@ -103,15 +97,8 @@ def whole_states(outputs: tuple, mesh: Mesh) -> tuple:
     return tuple(tuple(map(whole, one)) if type(one) is tuple else whole(one) for one in outputs)
 
 
-def _whole_output(given: Any, mesh: Mesh) -> Any:
-    split = split_of(given) if isinstance(given, Tensor) else None
-    if split is None:
-        return given
-    return _noted(whole_activation(given, mesh, given.shape[-1] * (mesh.size("y") if "y" in split.over else 1)))
-
-
 def _noted(whole: Tensor) -> Tensor:
-    whole.axonn_whole = True  # type: ignore[attr-defined]
+    whole.axonn_gathered = True  # type: ignore[attr-defined]
     return whole
 
 

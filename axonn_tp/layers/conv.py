@@ -207,7 +207,8 @@ class Conv(SplitWeight):
         if self.mesh.size("model") == 1 and not (self.reshard_after_forward and self.mesh.size("z") > 1):
             return self.operation.forward(input, block, bias)
         output = self._product(input, block, bias, scattered_input)
-        return split_among(output, self.mesh, self.split.split_over)
+        features = self.split.features(self.out_channels, dim)
+        return split_among(output, self.mesh, self.split.split_over, features=features)
 
     def _product(self, input: Tensor, block: Tensor, bias: Tensor | None, scattered_input: bool) -> Tensor:
         mesh, split, dim = self.mesh, self.split, self.operation.features

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from axonn_tp.layers.activation import Activation, ShareSum
+from axonn_tp.layers.as_share import AsShare
 from axonn_tp.layers.whole_weight import WholeWeight
 
 
@@ -42,4 +43,4 @@ def leave_to_eager() -> None:
     for module in pkgutil.iter_modules(package.submodule_search_locations, "axonn_tp."):
         if module.name != "axonn_tp.compiled":
             torch._dynamo.trace_rules.add(module.name)
-    torch._dynamo.config.nontraceable_tensor_subclasses.update({Activation, ShareSum, WholeWeight})
+    torch._dynamo.config.nontraceable_tensor_subclasses.update({Activation, AsShare, ShareSum, WholeWeight})

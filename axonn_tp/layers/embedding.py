@@ -10,6 +10,7 @@ from axonn_tp.comm.collectives import Collective, reduce_from, scatter_from
 from axonn_tp.grid.layout import Layout, become
 from axonn_tp.grid.mesh import Grid, Mesh
 from axonn_tp.layers.activation import split_among
+from axonn_tp.layers.features import Features
 from axonn_tp.layers.product import filled
 from axonn_tp.layers.tokens import Tokens
 from axonn_tp.layers.weight import SplitWeight
@@ -83,10 +84,11 @@ class Embedding(SplitWeight, nn.Embedding):  # type: ignore[override]
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up the ids that lie in this rank's part of the vocabulary and sum over x."""
+        features = Features(-1, ("y",), self.embedding_dim)
         if not self.scatter_tokens or self.mesh.size("x") == 1:
-            return split_among(self.looked_up(input), self.mesh, ("y",))
+            return split_among(self.looked_up(input), self.mesh, ("y",), features=features)
         tokens = Tokens(input.shape[-1], self.mesh.size("x"), input.dim() + 1)
-        return split_among(self.looked_up(input), self.mesh, ("x", "y"), tokens)
+        return split_among(self.looked_up(input), self.mesh, ("x", "y"), tokens, features=features)
 
     def looked_up(self, input: Tensor) -> Tensor:
         """The rows that were looked up, as a plain tensor."""

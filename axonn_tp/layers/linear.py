@@ -98,7 +98,8 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
             ValueError: the input is not what this layer takes.
         """
         if self.split.takes == "whole" and split_of(input) is not None:
-            input = whole_activation(input, self.mesh, self.in_features)
+            whole = whole_activation(input, self.mesh, self.in_features)
+            input = whole.flatten(0, -2) if input.dim() < whole.dim() else whole
         elif self._alone(input):
             input = self._share(input)
         tokens = self._tokens(input)
@@ -111,7 +112,8 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
             tokens = Tokens(input.shape[-2], self.mesh.size(self.split.contracted), input.dim())
         else:
             tokens = Tokens(tokens.whole, self.mesh.size(self.split.contracted), tokens.dims)
-        return split_among(output, self.mesh, self.split.split_over, tokens, self.split.pad_vocabulary)
+        split, features = self.split, self.split.features(self.out_features)
+        return split_among(output, self.mesh, split.split_over, tokens, split.pad_vocabulary, features)
 
     def _alone(self, input: Tensor) -> bool:
         """True if a script calls a model's layer by itself, as a head, on what is whole: by its width, and where tokens are shared by what gave it."""
@@ -122,7 +124,7 @@ class Linear(SplitWeight, nn.Linear):  # type: ignore[override]
             and split.takes != "whole"
             and split_of(input) is None
             and input.shape[-1] == self.in_features
-            and (hasattr(input, "axonn_whole") or not shares_tokens)
+            and (hasattr(input, "axonn_gathered") or not shares_tokens)
             and hasattr(self, "axonn_name")
             and not self.gathers.in_forward
         )

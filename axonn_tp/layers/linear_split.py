@@ -9,6 +9,7 @@ from torch import nn
 from axonn_tp.comm.collectives import Collective
 from axonn_tp.grid.layout import Layout
 from axonn_tp.grid.mesh import Grid
+from axonn_tp.layers.features import Features
 from axonn_tp.layers.product import Route
 from axonn_tp.options import Options
 
@@ -51,6 +52,11 @@ class LinearSplit:
         if self.gives == "whole":
             return ()
         return (self.output,) if self.gives == "split" else (self.output, self.contracted)
+
+    def features(self, n: int, dim: int = -1) -> Features:
+        """The place of n output features along a dim."""
+        over = self.split_over if self.gives != "tokens" else (self.output,)
+        return Features(dim, over, n, self.parts)
 
     def route(self, scattered_input: bool) -> Route:
         """The way of the product's input and output between ranks.

@@ -19,7 +19,7 @@ from axonn_tp.comm.share_gradients import refuse_other_uses
 from axonn_tp.comm.unplanned_gradients import used_on_shares
 from axonn_tp.grid.leaves import tensors_in
 from axonn_tp.grid.mesh import Mesh
-from axonn_tp.layers.activation import UsesOnShares, uses_on_shares
+from axonn_tp.layers.uses_on_shares import UsesOnShares, uses_on_shares
 
 
 class _Open:

@@ -166,8 +166,8 @@ class SplitWeight(Split):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """This rank's shard; in a model's forward, where all ranks meet, the whole weight, differentiable."""
-        if "gathers" in self.__dict__ and self.gathers.in_forward:
+        """This rank's shard; in the forward of a model, or of a part of it, where all ranks meet, the whole weight, differentiable."""
+        if "gathers" in self.__dict__ and (self.gathers.in_forward or self.gathers.parts):
             shard = self._shard()
             if self.mesh.size("z") == 1:
                 whole = whole_parameter(shard, self.layouts["weight"], self.mesh)

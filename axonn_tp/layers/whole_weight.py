@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 
 def in_place(function: Any) -> bool:
@@ -53,12 +54,14 @@ class WholeWeight(Tensor):
             return NotImplemented  # activations know what is made of them
         weight: Any = args[0] if args and type(args[0]) is cls else None
         with torch._C.DisableTorchFunctionSubclass():
-            before = weight.as_subclass(Tensor).clone() if weight is not None and in_place(function) else None
+            written = [args[0] if args and in_place(function) else None, (kwargs or {}).get("out")]
+            before = [(one, one.as_subclass(Tensor).clone()) for one in tree_leaves(written) if type(one) is cls]
             made = function(*args, **(kwargs or {}))
-            if before is not None and not torch.equal(weight.as_subclass(Tensor), before):
-                raise ValueError(
-                    f"the model's forward changes the weight of layer {weight.axonn_name}, which is split, so that it changes a copy, and the change is lost; "
-                    'make it outside of the forward, as after optimizer.step(), keep the layer whole ({"kind": "replicated"} in a plan), or turn it off '
-                    "(config.rescale_every = 0 of RWKV, altup_coef_clip = None of Gemma 3n)"
-                )
+            for one, was in before:
+                if not torch.equal(one.as_subclass(Tensor), was):
+                    raise ValueError(
+                        f"the model's forward changes the weight of layer {one.axonn_name}, which is split, so that it changes a copy, and the change is lost; "
+                        'make it outside of the forward, as after optimizer.step(), keep the layer whole ({"kind": "replicated"} in a plan), or turn it off '
+                        "(config.rescale_every = 0 of RWKV, altup_coef_clip = None of Gemma 3n)"
+                    )
             return cls.of(made, weight.axonn_name) if weight is not None and _shares_memory(made, weight) else made

@@ -6,6 +6,7 @@ import difflib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -195,13 +196,13 @@ def place(model: nn.Module, grid: Grid, plan: Plan | None = None, options: Optio
                 "replicated in the plan, or leave it out"
             )
         if any(parameter.is_complex() for parameter in module.parameters(recurse=False)):
-            raise ValueError(
-                f"layer {name}: complex weights are not split; name the layer replicated in the plan, or leave it out"
-            )
+            what = "complex weights are not split; name the layer replicated in the plan, or leave it out"
+            raise ValueError(f"layer {name}: {what}")
         refuse_own_forward(module, name)
         split = None
         scatter = scattering.get(name, False)
         if nn.Linear in _CLASSES[layer.kind]:
+            size = features(module)
             split = linear_split(layer, stream_split, scatter_tokens, "loss" in kinds, scatter)
             if isinstance(module, _ConvNd):
                 check_conv(module, split, grid, name)
@@ -213,7 +214,7 @@ def place(model: nn.Module, grid: Grid, plan: Plan | None = None, options: Optio
             else:
                 split.check(*Placement(name, module, layer.kind)._size(), grid, name)
             shares = math.prod(grid.size(axis) for axis in split.split_over)
-            check_counts(modules[name.rpartition(".")[0]], layer.counts, shares, name)
+            check_counts(modules[name.rpartition(".")[0]], layer.counts, shares, name, size[0] if size else 0)
         elif layer.kind == "embedding":
             check_embedding(module, grid, name)  # type: ignore[arg-type]
         elif layer.kind == "norm":
@@ -226,20 +227,19 @@ def place(model: nn.Module, grid: Grid, plan: Plan | None = None, options: Optio
         sizes = _head_sizes(model, named) if layer.kind == "loss" else set()
         classes = min(sizes) if len(sizes) == 1 else None
         tied = layer.kind == "embedding" and id(module.weight) in heads
-        placement = Placement(name, module, layer.kind, split, options, scatter_tokens, classes, tied, scatter)
-        placement.counts, placement.readers = layer.counts, reading.get(name, ())
-        placements.append(placement)
+        placed = Placement(name, module, layer.kind, split, options, scatter_tokens, classes, tied, scatter)
+        placements.append(replace(placed, counts=layer.counts, readers=reading.get(name, ())))
     _check_shared(placements, model)
     decide(placements, grid)
     return placements
 
 
-def at_times(model: nn.Module, plan: Plan | None) -> Iterator[nn.Parameter]:
-    """Parameters of layers that a plan keeps whole because some ranks may not call them."""
+def at_times(model: nn.Module, plan: Plan | None) -> Iterator[nn.Module]:
+    """Layers that a plan keeps whole because some ranks may not call them, and what they hold."""
     modules = dict(model.named_modules())
     for name, layer in _named_plan(model, plan or {}).items():
         if layer.kind == "replicated":
-            yield from modules[name].parameters()
+            yield from modules[name].modules()
 
 
 def _head_sizes(model: nn.Module, named: Mapping[str, LayerPlan]) -> set[int]:

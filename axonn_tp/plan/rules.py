@@ -44,7 +44,8 @@ class LayerPlan:
         parts: for linears, see `LinearSplit`.
         heads: for linears, see `LinearSplit`.
         counts: for normal layers: integer attributes (``name`` or ``config.name``) of the module that holds the layer,
-            which its forward reads and which must be divided by the number of shares, such as ``num_heads``.
+            which its forward reads and which must be divided by the number of shares, such as ``num_heads``; ``x.shape[-1]``
+            for the width of the forward's argument ``x``, see `axonn_tp.layers.as_share`.
         reads: for normal layers: a word for the tensor that it reads; layers of one module with the same word enter it
             together. None: layers of one module with equally many input features, up to a transposed one, read one tensor.
         whole_tokens: for embeddings: the stream keeps all its tokens on every rank of x in the scattered layout too, for

@@ -75,6 +75,55 @@ class Encoder(nn.Module):
         return self.head(self.encoder(x))
 
 
+class WidthAttention(nn.Module):
+    """Attention as in nanoGPT and timm: heads and widths of what the layers give are taken from the shape of the input."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.n_head, self.n_embd, self.causal = 4, 32, causal
+        self.c_attn, self.c_proj = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, T, C = x.size()  # noqa: N806
+        if self.causal:
+            q, k, v = (
+                part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+                for part in self.c_attn(x).split(self.n_embd, dim=2)
+            )
+        else:
+            q, k, v = self.c_attn(x).reshape(B, T, 3, self.n_head, x.shape[2] // self.n_head).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class WidthBlock(nn.Module):
+    """A block of nanoGPT's."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(32), WidthAttention(causal), nn.LayerNorm(32)
+        self.fc, self.back = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.back(nn.functional.gelu(self.fc(self.ln_2(x))))
+
+
+class NanoGPT(nn.Module):
+    """Two blocks on token and position embeddings, with a tied head."""
+
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(VOCABULARY, 32), nn.Embedding(16, 32)
+        self.h = nn.Sequential(WidthBlock(causal), WidthBlock(causal))
+        self.ln_f, self.lm_head = nn.LayerNorm(32), nn.Linear(32, VOCABULARY, bias=False)
+        self.wte.weight = self.lm_head.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.ln_f(self.h(self.wte(ids) + self.wpe(torch.arange(ids.shape[1])))))
+
+
+NANOGPT = {"c_attn": 4, "c_proj": None, "fc": None, "back": None}
 LLAMA = {"q_proj": 2, "k_proj": 2, "v_proj": 2, "o_proj": None, "gate_proj": None, "up_proj": None, "down_proj": None}
 MHA = {"q_proj": 4, "k_proj": 4, "v_proj": 4, "fc1": None, "fc2": None}
 VISION = {k: v for k, v in SIZES.items() if k not in ("vocab_size", "max_position_embeddings")}
@@ -156,6 +205,8 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], dict[str, int | None]]] = {
         {"mlp.fc_1": None, "mlp.fc_2": None, "mlp.proj": None},
     ),
     "torch": (Encoder, {"linear1": None, "linear2": None, "head.0": None, "head.3": None}),
+    "nanogpt": (NanoGPT, NANOGPT),
+    "timm": (lambda: NanoGPT(causal=False), NANOGPT),
     "ours": (
         lambda: GPT(GPTConfig(VOCABULARY, 16, 2, 4, 32)),
         {"qkv": 4, "proj": None, "fc1": None, "fc2": None},

@@ -158,8 +158,8 @@ def train_on_grids(serial: dict[str, tuple[nn.Module, Expected]], turns: int) ->
     return found
 
 
-# A model of tokens and one of images are in every run.
-EVERY_RUN = ["llama", "vit"]
+# A model of tokens, one of images and one that reads widths from its input are in every run.
+EVERY_RUN = ["llama", "vit", "nanogpt"]
 PAIRS_EVERY_RUN = {
     *EVERY_RUN,
     "gemma3",
@@ -172,6 +172,7 @@ PAIRS_EVERY_RUN = {
     "t5",
     "gpt2",
     "litgpt grouped",
+    "timm",
     "ours",
 }
 
@@ -388,24 +389,55 @@ def test_what_is_used_outside_of_a_pair_is_not_used_in_it() -> None:
     }
 
 
-def test_attention_that_reads_the_input_width_stays_whole() -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.n_head, self.n_embd = 4, 32
-            self.c_attn, self.c_proj = nn.Linear(32, 96), nn.Linear(32, 32)
+class Widths(nn.Module):
+    """Takes widths from its input, for what its layers give or for numbers."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            rows, tokens, width = x.shape
-            q, k, v = (
-                t.view(rows, tokens, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).split(self.n_embd, 2)
-            )
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-            return self.c_proj(y.reshape(rows, tokens, width))
+    def __init__(self, by_width: bool = False) -> None:
+        super().__init__()
+        self.n_head, self.n_embd, self.by_width = 4, 32, by_width
+        self.c_attn, self.c_proj = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.last: torch.Tensor | None = None
 
-    plan, report = auto_plan(Attention(), Grid(2, 1, 1, 1))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, tokens, width = x.shape
+        q, k, v = (t.view(rows, tokens, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).split(self.n_embd, 2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        self.last = x
+        return self.c_proj(y.reshape(rows, tokens, width) / (width if self.by_width else 1))
+
+
+def test_widths_that_are_read_of_the_input() -> None:
+    plan, _ = auto_plan(Widths(), Grid(2, 1, 1, 1))
+    assert plan["c_attn"] == LayerPlan("normal", 3, 4, ("n_head", "n_embd", "x.shape[-1]"))
+    plan, report = auto_plan(Widths(by_width=True), Grid(2, 1, 1, 1))
     assert not plan
     assert "needs all features" in str(report)
+    plan, _ = auto_plan(Widths(), Grid(2, 1, 1, 1), options=axonn_tp.Options(compile=True, layout="replicated"))
+    assert not plan
+
+    model = Widths()
+    seen: list[Any] = []
+    count_locally(model, ("x.shape[-1]",), lambda: 2, 32)
+    model.c_attn.forward = lambda x: seen.append((x.shape[-1], x.size(1), x.size(), x.dim())) or x.repeat(1, 1, 3)  # type: ignore[method-assign, func-returns-value]
+    with pytest.raises(RuntimeError):
+        model(x=torch.randn(2, 3, 32))
+    assert seen == [(16, 3, torch.Size([2, 3, 16]), 3)]
+    assert model.last is not None and model.last.shape == (2, 3, 32)  # behind the forward it is what was given
+    with pytest.raises(ValueError, match="counts name 'y.shape.*Widths has no argument 'y'"):
+        axonn_tp.place(model, Grid(2, 1, 1, 1), {"c_attn": LayerPlan("normal", 3, counts=("y.shape[-1]",))})
+
+
+def test_odd_widths_are_split_or_the_axis_is_named() -> None:
+    def layers(width: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 8))
+
+    for width, gx, why in (
+        (37, 2, "37 output features do not divide by gx = 2"),
+        (1, 2, "1 features do not divide by one gx above 1"),
+        (121, 11, "traced and simulated"),
+    ):
+        plan, report = auto_plan(layers(width), Grid(gx, 1, 1, 1))
+        assert bool(plan) == (width % gx == 0) and all(why in row.why for row in report.rows), report
 
 
 def test_one_kv_head_or_too_few_stay_whole() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import axonn_tp
 from axonn_tp import Grid, auto_plan, layout_of
+from axonn_tp.comm.at_times import are_marked
 from tests.distributed import meshes, run_ranks
 
 GRIDS = (Grid(gz=4), Grid(gx=2, gz=2), Grid(gy=2, gz=2), Grid(gz=2, gdata=2), Grid(gx=2, gy=2))
@@ -51,6 +52,12 @@ def differences() -> dict[str, tuple[list[int], float]]:
         torch.manual_seed(1)
         serial, x = Listed().double(), torch.randn(8, 3, 12, dtype=torch.float64)
         model = axonn_tp.parallelize(copy.deepcopy(serial), mesh, "auto", example_inputs=(x,))
+        copied = copy.deepcopy(model)
+        copied.experts[0].load_state_dict(model.experts[0].state_dict(), assign=True)
+        for each in (model, copied):  # by which a reducer tells when its sums may begin
+            assert [are_marked([p]) for p in each.parameters()] == [
+                "experts" in name and mesh.size("z") > 1 for name, _ in each.named_parameters()
+            ]
         expected, loss = serial(x), model(mesh.shard_batch(x))
         expected.backward()
         loss.backward()

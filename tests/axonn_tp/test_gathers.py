@@ -249,14 +249,19 @@ class Tied(nn.Module):
 class Clamping(Tied):
     """Changes a weight in its forward, as models do whose weights are to be positive."""
 
-    limit, row, assigned = 9.0, False, False
+    limit, how = 9.0, ""
 
     def forward(self, x: Tensor) -> Tensor:
         assert (x @ self.layer.weight.t()).shape == self.layer(x).shape
-        if self.row:
-            self.layer.weight.data[0].zero_()
-        if self.assigned:
-            self.layer.weight.data = nn.functional.normalize(self.layer.weight.data, dim=1)
+        held = self.layer.weight.data
+        if self.how == "row":
+            held[0].zero_()
+        if self.how == "assigned":
+            self.layer.weight.data = nn.functional.normalize(held, dim=1)
+        if self.how == "several":
+            torch._foreach_mul_([torch.ones(2), held], 0.5)
+        if self.how == "out":
+            torch.mul(held.clone(), 0.5, out=held)
         self.layer.weight.data.clamp_(-self.limit, self.limit)
         return self.layer(x)
 
@@ -271,8 +276,8 @@ def shapes() -> list[tuple[int, ...]]:
     other(torch.randn(2, 4))
     clamping: Any = axonn_tp.parallelize(Clamping(nn.Linear(4, 6)), mesh)
     clamping(torch.randn(2, 4))
-    for limit, row, assigned in ((0.01, False, False), (9.0, True, False), (9.0, False, True)):
-        clamping.limit, clamping.row, clamping.assigned = limit, row, assigned
+    for limit, how in ((0.01, ""), (9.0, "row"), (9.0, "assigned"), (9.0, "several"), (9.0, "out")):
+        clamping.limit, clamping.how = limit, how
         with pytest.raises(ValueError, match="changes the weight of layer layer, which is split"):
             clamping(torch.randn(2, 4))
     return found

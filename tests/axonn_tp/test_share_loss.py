@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from axonn_tp import Mesh, Options, layout_of, parallelize, sync_gradients
-from axonn_tp.layers.activation import uses_on_shares
+from axonn_tp.layers.uses_on_shares import uses_on_shares
 from tests.axonn_tp.test_auto import Everywhere
 from tests.distributed import run_ranks
 

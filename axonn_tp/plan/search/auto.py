@@ -72,7 +72,7 @@ def auto_plan(
 def _search(
     model: nn.Module, grid: Grid, example_inputs: Any, options: Options | None, reuse: bool
 ) -> tuple[dict[str, LayerPlan], Report]:
-    finder = _Finder(model, grid, example_inputs, reuse)
+    finder = _Finder(model, grid, example_inputs, reuse, not (options and options.compile))
     plan: dict[str, LayerPlan] = {}
     for group in finder.accepted():
         for name, parts in zip(group.normal, group.parts, strict=True):
@@ -101,7 +101,7 @@ def _name_inputs(model: nn.Module, plan: dict[str, LayerPlan], tensors: Mapping[
 class _Finder:
     """The search; `reasons` says by layer what became of it."""
 
-    def __init__(self, model: nn.Module, grid: Grid, example_inputs: Any, reuse: bool) -> None:
+    def __init__(self, model: nn.Module, grid: Grid, example_inputs: Any, reuse: bool, arguments: bool) -> None:
         self.model, self.grid = model, grid
         self.reasons: dict[str, str] = {}
         self.tensors: dict[str, tuple] = {}
@@ -116,7 +116,7 @@ class _Finder:
             let_out(error)
             self.note = f"The model could not be copied for a simulation ({short(error)})."
         self.arguments = None if example_inputs is None else as_arguments(example_inputs)
-        self._trials = Judge(self.shadow, self.sizes, grid, self.reasons)
+        self._trials = Judge(self.shadow, self.sizes, grid, self.reasons, arguments)
         self._verdicts: dict[Hashable, Group | str] = {}
         self._whole: Arguments | None = None
         self._uncalled = ""

@@ -1,8 +1,9 @@
 """One pair of linears on trial: how its layers are to be read so that every share computes what the whole does.
 
-The smallest module around the pair is run as each of 2, 3, 5 or 7 shares (`axonn_tp.plan.search.shadow`), with one, two or three
-matrices side by side in its fused layers and with the attributes counted locally that could count what is split; the
-first reading under which all shares are right is taken, and refined to the finest cut that works.
+The smallest module around the pair is run as each of 2, 3, 5 or 7 shares, or of the fewest that divide its widths
+(`axonn_tp.plan.search.shadow`), with one, two or three matrices side by side in its fused layers and with the attributes
+counted locally that could count what is split; the first reading under which all shares are right is taken, and refined
+to the finest cut that works.
 """
 
 from __future__ import annotations
@@ -80,12 +81,18 @@ class Judge:
         sizes: (in, out) features of the layers that may be split, by name.
         grid: the grid that the pairs are for.
         reasons: where it writes, by layer, why there is no pair.
+        arguments: widths of arguments may be counts (`axonn_tp.layers.as_share`).
     """
 
     def __init__(
-        self, shadow: Shadow | None, sizes: Mapping[str, tuple[int, int]], grid: Grid, reasons: dict[str, str]
+        self,
+        shadow: Shadow | None,
+        sizes: Mapping[str, tuple[int, int]],
+        grid: Grid,
+        reasons: dict[str, str],
+        arguments: bool,
     ) -> None:
-        self.shadow, self.sizes, self.grid, self.reasons = shadow, sizes, grid, reasons
+        self.shadow, self.sizes, self.grid, self.reasons, self._arguments = shadow, sizes, grid, reasons, arguments
 
     def decide(self, group: Group, traced: Traced) -> Group | str:
         """Parts, counts and heads by trial on the smallest module around the group, or why there are none."""
@@ -98,10 +105,11 @@ class Judge:
             except Exception as error:
                 let_out(error)
                 name = traced.name  # alone it is not called as it was, as with a cache that has been filled since
-        common = math.gcd(*(self.sizes[n][1] for n in group.normal), self.sizes[group.transposed][0])
-        probes = [p for p in _PRIMES if common % p == 0]
-        if not probes:
-            return f"{common} features in common do not divide by any of {', '.join(map(str, _PRIMES))}"
+        widths = {*(self.sizes[n][1] for n in group.normal), self.sizes[group.transposed][0]}
+        common = math.gcd(*widths)
+        if common == 1:
+            return f"{' and '.join(map(str, sorted(widths)))} features do not divide by one gx above 1"
+        probes = [p for p in _PRIMES if common % p == 0] or [min(d for d in divisors(common) if d > 1)]
         problem: Exception | None = None
         for shares in probes:
             for trial in self._variants(group):
@@ -133,7 +141,7 @@ class Judge:
         parts = [tuple(r if r in (2, 3) else 1 for r in ratios), (1,) * len(ratios)]
         widths = {size for name in (*group.normal, group.transposed) for size in self.sizes[name]}
         one_parent = len({name.rpartition(".")[0] for name in group.normal}) == 1
-        names = counting_attributes(self.shadow.modules[group.parent], widths) if one_parent else [()]
+        names = counting_attributes(self.shadow.modules[group.parent], widths, self._arguments) if one_parent else [()]
         for counts in names:
             for part in dict.fromkeys(parts):
                 yield Group(group.normal, group.transposed, part, None, counts)
@@ -142,7 +150,7 @@ class Judge:
         """The error of a share of the module `name`, if there is one."""
         assert self.shadow is not None
         module = self.shadow.modules[group.parent]
-        if any((read_count(module, count) or 1) % shares for count in group.counts):
+        if any((read_count(module, count) or shares) % shares for count in group.counts):
             return Mismatch(f"its counts do not divide by {shares}")
         for share in range(shares) if every and shares <= 8 else sorted({0, 1, shares // 2, shares - 1}):
             try:

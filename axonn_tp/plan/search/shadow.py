@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from axonn_tp.grid.leaves import tensors_in
+from axonn_tp.layers.as_share import own
 from axonn_tp.layers.linear_split import features
-from axonn_tp.plan.counted_attributes import local_counts
 from axonn_tp.plan.own_faults import let_out
 from axonn_tp.plan.search.alike import Likeness
 from axonn_tp.plan.search.answers import Answers
 from axonn_tp.plan.search.copies import embedding, fresh, is_embedding, own_weights, weightless_copy
+from axonn_tp.plan.search.counting import local_counts
 from axonn_tp.plan.search.dependencies import Reach
 from axonn_tp.plan.search.replay import Recorder, Related, Replay, containing
 from axonn_tp.plan.search.runs import Cut, Local, Mismatch, Run, check_outputs, check_same, equal
@@ -74,6 +75,7 @@ class Shadow:
 
     def _linear(self, name: str, number: int) -> Callable[[Tensor], Tensor]:
         def forward(input: Tensor) -> Tensor:
+            input = own(input)
             if self._seat is not None:
                 return self._seat.linear(name, input)
             run, out = self._run, self.linears[name][1]
@@ -101,7 +103,7 @@ class Shadow:
 
     def _embedding(self, name: str, whole: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def forward(ids: Tensor) -> Tensor:
-            rows = whole(ids).requires_grad_()
+            rows = whole(own(ids)).requires_grad_()
             self._run.rows.append((name, rows))
             return rows.clone()
 
@@ -203,9 +205,7 @@ class Shadow:
 
     def _share(self, name: str, run: Run, cuts: Mapping[str, Cut], counts: list[Local], compare_outputs: bool) -> None:
         self._run, self._expected, self._cuts = Run(), run, cuts
-        with ExitStack() as stack:
-            for local in counts:
-                stack.enter_context(local_counts(self.modules[local.module], local.names, local.shares))
+        with local_counts(self.modules, self.linears, run, cuts, counts):
             outputs = self._call(name, run.arguments[name])
         check_buffers(self._made, run)
         for other, calls in run.inputs.items():
@@ -253,6 +253,7 @@ class Shadow:
 
     def _watched(self, name: str, whole: Callable[[Tensor], Tensor], norm: bool) -> Callable[[Tensor], Tensor]:
         def forward(input: Tensor) -> Tensor:
+            input = own(input)
             if self._seat is not None:
                 answer = self._seat.norm(name, input) if norm else self._seat.embedding(name, input)
                 return whole(input) if answer is None else answer
@@ -277,8 +278,7 @@ class Shadow:
             with ExitStack() as stack:
                 if reuse:
                     stack.enter_context(self._replaying(run, seat, cuts, counts))
-                for local in counts:
-                    stack.enter_context(local_counts(self.modules[local.module], local.names, local.shares))
+                stack.enter_context(local_counts(self.modules, self.linears, run, cuts, counts))
                 outputs = self._call("", run.arguments[""])
             check_buffers(self._made, run)
             return outputs

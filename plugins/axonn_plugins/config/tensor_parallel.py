@@ -32,7 +32,8 @@ class Layer(Block):
     counts: Annotated[list[str], Field(strict=True)] = Field(
         default_factory=list,
         description="Integer attributes (name or config.name) of the module that holds the layer, such as num_heads, which its "
-        "forward reads and which must be divided by the number of shares.",
+        "forward reads and which must be divided by the number of shares; x.shape[-1] for the width of the forward's argument x, where code takes "
+        "that of what the layer gives from it.",
     )
     reads: str | None = Field(
         None,

@@ -26,6 +26,7 @@ from axonn_plugins.optim.whole.find import make_inner
 from axonn_plugins.optim.whole.step import WholeStep
 from axonn_plugins.optim.writes import Writes
 from axonn_tp import Mesh
+from axonn_tp.comm.at_times import are_marked
 from axonn_tp.comm.replicated import replicated_over, send_first
 
 Factory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -145,8 +146,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.stores = make_stores(self.entries, self.bucket_bytes, self.stage, self.host, self.gradient_dtype, own)
         self.reducer = Reducer(self.stores, self._pruned, self.writes.refusal)
         if self.mesh is not None and self.mesh.size("z") > 1:
-            # Ranks that lack a gradient begin its sum behind the others', in another place among the sums over z.
-            self.reducer.active = not any(hasattr(entry.parameter, "axonn_at_times") for entry in self.entries)
+            self.reducer.active = not are_marked(entry.parameter for entry in self.entries)
         self.tiles = [tile for store in self.stores for tile in make_tiles(store, self.tile_size, self.rules)]
         self.buffers = Buffers(max((tile.end - tile.begin for tile in self.tiles), default=0))
         self._whole = None
