@@ -166,6 +166,7 @@ class _Forward:
         self.tuner, self.uses, self.same, self.mesh = tuner, SharedUses(mesh), SameOnReplicas(mesh), mesh
         self.order = SameOrder()
         self.running = 0  # forwards, of the model or of its parts, one inside another
+        self.calls = 0  # of them, the model's
         self.published = False
         self._layers: dict[Gathers, list[SplitWeight]] | None = None
 
@@ -201,6 +202,7 @@ def _enter_forward(model: nn.Module, inputs: tuple, keywords: dict[str, Any]) ->
     forward: _Forward = model.axonn_forward  # type: ignore[assignment]
     layers = forward.layers(model)
     forward.running += 1
+    forward.calls += 1
     for gathers in layers:  # before what may end the call, which leaves them all the same
         gathers.enter()
     refuse_changed()
@@ -226,6 +228,9 @@ def _enter_forward(model: nn.Module, inputs: tuple, keywords: dict[str, Any]) ->
 
 def _leave_forward(model: nn.Module, inputs: tuple, output: object) -> Any:
     forward: _Forward = model.axonn_forward  # type: ignore[assignment]
+    if not forward.calls:  # another hook ended the call before it began here
+        return None
+    forward.calls -= 1
     forward.running -= 1
     for gathers in forward.layers(model):
         gathers.leave()

@@ -27,7 +27,7 @@ def sizes_problem(num_experts: int, ep_size: int, overlap_degree: int, groups: G
 
 
 def facts_of(expert: nn.Module) -> Iterator[tuple[str, str]]:
-    """What ranks must have in common of the module that experts are copies of."""
+    """Yield the facts, with their names, that ranks must have in common of the module that experts are copies of."""
     yield "expert", type(expert).__name__
     for name, one in (*expert.named_parameters(), *expert.named_buffers()):
         yield f"expert's {name}", f"of {tuple(one.shape)}, {str(one.dtype).removeprefix('torch.')}"

@@ -143,7 +143,7 @@ def _leave(part: nn.Module, inputs: tuple, output: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Given:
-    """How a tensor that a part gave whole is split within its models: whose, its shape, its split, and a share's shape."""
+    """A tensor that a part gave whole, as it is split within its models: whose, its shape, its split, and a share's shape."""
 
     forwards: tuple[Forward, ...]
     whole: torch.Size

@@ -85,7 +85,8 @@ def test_both_sides_train_alike_in_one_node(tmp_path: Path, capfd: pytest.Captur
     sizes = ["--layers", "1", "--hidden", "32", "--heads", "2", "--context", "8", "--steps", "2", "--rounds", "2"]
     assert main(["bench", "pccl", "--train", "--layouts", "1x2", *sizes, "--runs", str(tmp_path)]) == 0
     (cluster,) = json.loads((tmp_path / "bench_pccl_train" / "results.json").read_text())["clusters"]
-    assert [turn["side"] for turn in cluster["turns"]] == ["gloo", "pccl", "pccl", "gloo"]
+    sides = [turn["side"] for turn in cluster["turns"]]
+    assert sorted(sides[:2]) == sorted(sides[2:]) == ["gloo", "pccl"]
     assert all(len(turn["seconds"]) == 2 and len(turn["losses"]) == 4 for turn in cluster["turns"])
     assert cluster["losses_apart"] < 1e-5
     assert cluster["turns"][0]["calls"] == cluster["turns"][1]["calls"]

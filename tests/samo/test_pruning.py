@@ -232,8 +232,8 @@ def test_n_of_m(n, m):
 
 
 def test_n_of_m_edges():
-    equal = samo.n_of_m([("w", torch.ones(1, 8)), ("none", torch.zeros(3, 0)), ("empty", torch.zeros(0, 7))], 2, 4)
-    assert equal["w"].tolist() == [[False, False, True, True] * 2]
+    equal = samo.n_of_m([("w", torch.ones(2, 4)), ("none", torch.zeros(3, 0)), ("empty", torch.zeros(0, 7))], 2, 4)
+    assert equal["w"].tolist() == [[False, False, True, True]] * 2
     assert equal["none"].shape == (3, 0) and equal["empty"].shape == (0, 7)
 
 
