@@ -72,6 +72,8 @@ def test_a_unet_beside_zero_3(
 
 def test_a_grid_trains_in_each_way_to_keep_weights_and_states() -> None:
     assert ways(Grid(2, 1, 1, 1)) == [""]
+    assert ways(Grid(2, 1, 2, 1)) == ["", "reshard half", "reshard", "inputs again"]
+    assert options_of("inputs again") == {"regather_inputs": True}
     assert len(ways(Grid(1, 1, 2, 2))) == 9 and ways(Grid(1, 1, 2, 2))[-1] == "reshard, ZeRO-2"
     assert options_of("reshard, ZeRO-2") == {"reshard_after_forward": True} and stage_of("reshard, ZeRO-2") == 2
     assert options_of("ZeRO-1") == options_of("+OAG") == {} and stage_of("reshard half") == stage_of("+ORS") == 0

@@ -46,16 +46,21 @@ RESHARDED: dict[str, dict[str, object]] = {
 # Grids with data-parallel ranks run with the optimizer's states on each, with a share of them, and with a share of gradients, too.
 SHARDED = {"ZeRO-1": 1, "ZeRO-2": 2}
 
+# Those that split layers over x or y, too, run once more with a share of each layer's input kept, of which backward gathers the rest.
+AGAIN: dict[str, dict[str, object]] = {"inputs again": {"regather_inputs": True}}
+
 
 def ways(grid: Grid) -> list[str]:
     """Ways in which a grid trains, the usual one first, which has no name."""
     weights, states = ["", *(RESHARDED if grid.gz > 1 else ())], ["", *(SHARDED if grid.gdata > 1 else ())]
-    return [", ".join(filter(None, way)) for way in product(weights, states)]
+    again = [("", states[-1], *AGAIN)] if grid.gx * grid.gy > 1 and grid.gz > 1 else []
+    return [", ".join(filter(None, way)) for way in [*product(weights, states), *again]]
 
 
 def options_of(way: str) -> dict[str, object]:
     """The options of a side of ours by what stands behind its grid: of `ways` or `STAGES`."""
-    return next((options for name, options in (*RESHARDED.items(), *STAGES) if name in way.split(", ")), {})
+    named = dict((*RESHARDED.items(), *AGAIN.items(), *STAGES))
+    return {option: value for name in way.split(", ") for option, value in named.get(name, {}).items()}
 
 
 def stage_of(way: str) -> int:
